@@ -305,7 +305,7 @@ def test_scale_and_orthogonality_together(made: fl.Comparison) -> None:
     said = dict(answers(made.evidence))["Is orthogonality needed?"]
     assert made.evidence.orthogonality is not None
     assert said.startswith(made.evidence.orthogonality.sentence)
-    assert "This compares orthogonality and scale together: the weights of oelm-random" in said
+    assert "This compares orthogonality and scale together: the heads of oelm-random" in said
 
 
 def arm(name: str, select: list[str], freeze: list[str], **change: Any) -> dict[str, Any]:

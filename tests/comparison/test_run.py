@@ -67,7 +67,7 @@ def test_a_quick_one_is_short_and_times_steps(
     arms, clock = ["baseline", "oelm"], {"seconds": 0.01}
     values = {"recipe": recipe, "arms": arms, "clock": clock, "seeds": 1}
     found = fl.compare(values, out=tmp_path / "c", quick=True)
-    assert show(found.evidence, found.page).startswith("A quick comparison with shortened runs.")
+    assert show(found.evidence, found.page).startswith("A quick comparison with short runs.")
     assert json.loads((tmp_path / "c" / "comparison.json").read_text())["quick"]
     quick = json.loads((tmp_path / "c" / "quick.json").read_text())
     runs = [run for arm in found.evidence.arms.values() for run in arm.runs]

@@ -107,7 +107,11 @@ def test_a_folder_that_was_barely_begun_can_be_used(tmp_path: Path) -> None:
 def test_a_damaged_plan_is_said_to_be(text: str, tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "plan.json").write_text(text)
-    reason = ": it holds only null" if text == "null" else ", or was written by another version"
+    reason = (
+        ": it holds only null"
+        if text == "null"
+        else ", or was written by another version of frostlab"
+    )
     with pytest.raises(fl.BadInput, match=f"plan.json is damaged{reason}$"):
         compare(tmp_path / "c")
 

@@ -47,7 +47,7 @@ FINE = dict.fromkeys(CONTROLS, Ratio(1.001, 0.999, 1.003))
 
 def test_controls_and_builds_make_a_timing_unproven() -> None:
     assert reasons_unproven(4, FINE) == ()
-    assert reasons_unproven(3, FINE) == ("too few builds: 3 of at least 4",)
+    assert reasons_unproven(3, FINE) == ("too few builds: 3 of at least 4 (raise clock.seconds)",)
     (reason,) = reasons_unproven(4, FINE | {CONTROLS[1]: Ratio(1.01, 1.002, 1.018)})
     assert reason == (
         "baseline again 2 differs from the other copies of the baseline: 1.0100 [1.0020, 1.0180]"
@@ -74,7 +74,7 @@ def test_drift_and_other_processes_are_notes() -> None:
         (Ratio(1.02, 1.01, 1.03), "worse", "slower: a step takes 1.0200 [1.0100, 1.0300] of the "
          "baseline's time."),
         (Ratio(1.003, 0.9806, 1.026), "no difference found", "of the baseline's time; a "
-         "difference within ±2.60 % cannot be told on this machine, a larger one is excluded."),
+         "difference of more than 2.60 % is excluded."),
     ],
 )  # fmt: skip
 def test_the_interval_decides_the_word(timed: Timing, ratio: Ratio, word: str, end: str) -> None:

@@ -111,7 +111,7 @@ def test_equal_differences_are_degenerate_not_certain() -> None:
 def test_identical_arms_and_arms_at_chance_are_named() -> None:
     identical = one(BASE, identical=True)
     assert identical.word == "identical"
-    assert "one arm under two names" in identical.sentence
+    assert "their difference had no effect" in identical.sentence
     chance = one(shifted(0.0), at_chance=True)
     assert chance.word == "at chance"
     assert "neither is shown to have learned anything" in chance.sentence

@@ -36,7 +36,7 @@ Schema = TypeVar("Schema")
 
 @dataclass(frozen=True)
 class Effect:
-    """The effect of one arm against another, paired by seed or subject (`statistics.Paired`)."""
+    """An effect paired by seed, subject or round, mostly between arms (`statistics.Paired`)."""
 
     n: int  # pairs
     log: bool  # whether the effect is a ratio, computed on the log scale
@@ -88,13 +88,13 @@ class ArmVerdict:
     sentence: str  # the word and its numbers in a sentence
     family: int  # number of statements whose intervals hold simultaneously
     paired: Effect | None  # None if there is no pair of values
-    could_have_seen: float | None  # effect that would have been found with a probability of 80 %
-    margin: Limit | None  # None without a margin in the rules, or without two pairs
-    anytime: tuple[float | None, float | None] | None  # interval valid however often one looks
+    could_have_seen: float | None  # smallest effect that is found with a probability of 80 %
+    margin: Limit | None  # None without a margin, two pairs or a finished run of `baseline`
+    anytime: tuple[float | None, float | None] | None  # valid however often results are analysed
     improvement: float | None  # how often a run of the arm beats one of the other arm
     population: Effect | None  # for other test examples; only for accuracy with predictions
     skewed: float | None  # skewness of the differences, or its mean over all arms, if notable
-    missing: dict[str, int]  # by arm: number of runs without a finite value
+    missing: dict[str, int]  # by arm: runs without a finite value, of the paired seeds
     together: tuple[str, ...]  # factors that differ together, if several (`Plan.together`)
     notes: tuple[str, ...]  # remarks, such as why a run has no value
 
@@ -150,7 +150,7 @@ class StageSummary:
 
     name: str
     metric: str  # the metric that selects the best weights
-    best: float | None  # its best value on the tune split, which is for selection and not reported
+    best: float | None  # its best value on the split that selects weights: tune, else report
     epoch: float | None  # epoch of the best value
     seconds: float
     trainable: int  # number of trainable parameters
@@ -175,8 +175,8 @@ class RunSummary:
     error: str | None
     attempts: int  # 1 + earlier attempts that failed or were stopped
     metrics: dict[str, float | None]  # reported metrics; empty for a run that did not finish
-    best: float | None  # best value, on the tune split, of the metric that selects checkpoints
-    final_loss: float | None  # on the tune split, at the last evaluation
+    best: float | None  # best value of the metric that selects weights, on tune, else on report
+    final_loss: float | None  # on the same split, at the last evaluation
     steps: int
     epochs: float  # over all stages; below 1 for a run shorter than an epoch
     stages: tuple[StageSummary, ...]
@@ -186,7 +186,7 @@ class RunSummary:
     validation_seconds: float
     evaluation_seconds: tuple[float, ...]  # of each evaluation in validation_seconds
     epoch_seconds: tuple[float, ...]  # training alone; empty for a run shorter than an epoch
-    step_ms: float | None  # mean time of a step
+    step_ms: float | None  # mean time of a step after warm-up
     gpu_utilisation: float | None  # mean percentage during the run; None without a GPU
     clipped_steps: int | None  # steps whose gradient was clipped; None without clipping
     weights_digest: str | None  # of the final weights
@@ -204,7 +204,7 @@ class ArmEvidence:
     """The runs of one arm and their summaries."""
 
     does: str  # what the arm's treatment does to the model, in one line
-    runs: tuple[RunSummary, ...]  # in the order of the plan's seeds; chosen runs may lack some
+    runs: tuple[RunSummary, ...]  # in the order of the plan's seeds; `Plan.runs` may lack some
     metrics: dict[str, Summary]  # by metric, over the finished runs that can be paired
     parameters: Parameters | None  # of the first of these runs; None if there is none
     seconds: Summary | None  # total time of these runs; None if there is none
@@ -246,7 +246,7 @@ class VariedFact:
 
 @dataclass(frozen=True)
 class ComparedOrder:
-    """Two paired runs whose examples were compared for a part of their common steps only."""
+    """Two runs of one seed whose examples were compared for some of their common steps only."""
 
     arm: str
     against: str  # the other arm
@@ -335,9 +335,9 @@ class TuningPoint:
     mean: float | None  # mean score over the seeds; None if a run did not finish
     low: float | None  # ends of the mean's 95 % interval
     high: float | None
-    scores: tuple[float | None, ...]  # by seed: best value of the metric on the tune split
+    scores: tuple[float | None, ...]  # by seed: best value on the split that selects the weights
     results: tuple[float | None, ...]  # by seed: the reported value of the metric
-    chosen: int  # number of seeds for which the other seeds chose this value
+    chosen: int  # seeds for which the others chose this value, with the best of further settings
 
 
 @dataclass(frozen=True)
@@ -379,8 +379,8 @@ class StepTiming:
     """The step timing of all arms; steps.json has the same keys."""
 
     baseline: str
-    arms: dict[str, TimedArm]  # including the controls
-    control: TimedArm  # of several copies of the baseline, the one that differs most
+    arms: dict[str, TimedArm]  # including the controls, which are copies of the baseline
+    control: TimedArm  # the control that differs most
     proven: bool  # whether the timing can be trusted
     reasons: tuple[str, ...]  # why it cannot be trusted; empty if proven
     notes: tuple[str, ...]  # drift of the baseline, and load by other processes
@@ -465,7 +465,7 @@ class Made:
 
 @dataclass(frozen=True)
 class EarlierLook:
-    """An earlier look at the same question, in this folder or another."""
+    """An earlier look (analysis of results) at the same question, in this folder or another."""
 
     at: float  # seconds since 1970
     folder: str
@@ -482,7 +482,7 @@ class Evidence:
     plan: Plan  # with the seeds of all calls so far; with shortened runs if it is quick
     made: Made
     baseline: str  # name of the arm
-    look: int  # number of the look at this question, counted from 1
+    look: int  # number of this analysis of results for the same question, from 1 (`looks.py`)
     earlier_looks: tuple[EarlierLook, ...]  # in any folder
     jobs: int  # largest number of parallel runs
     caution: str | None  # a warning about the data or the runs, to show with every number
@@ -497,7 +497,7 @@ class Evidence:
     verdicts: dict[str, ArmVerdict]  # by arm, on the plan's metric
     secondary: dict[str, dict[str, Effect | None]]  # by metric and arm; these have no verdict
     contrasts: tuple[Answer, ...]
-    oelm: str | None  # arm with orthogonal frozen query and key weights (see `oelm_arm`)
+    oelm: str | None  # arm that orthogonalizes and freezes query and key weights (`oelm_arm`)
     orthogonality: ArmVerdict | None  # orthogonal against random frozen query and key weights
     equal_norms: bool  # whether each head has the same norm in both arms of `orthogonality`
     assay: Assay | None  # None if no harm was planted
@@ -540,7 +540,8 @@ def read_evidence(path: Path) -> Evidence | None:
     check_plain(values, str(path), _MOST_VALUES)
     version = values.get("schema") if isinstance(values, dict) else None
     if version != SCHEMA:
-        raise BadInput(f"{path} has schema {version!r:.40}, and this frostlab reads {SCHEMA}")
+        has = f"has schema {version!r:.40}, and this frostlab reads {SCHEMA}"
+        raise BadInput(f"{path} {has}; write it again with frostlab judge {path.parent}")
     evidence = read(Evidence, values | {"plan": read_plan(values.get("plan"), path)}, path)
     _check_names(evidence, path)
     return evidence

@@ -1,7 +1,8 @@
 """Gathering of a comparison's evidence: read its runs, pair them by seed, and judge every arm.
 
-An arm is a variant of the recipe, with one run per seed. A run of an arm is paired with the
-baseline's run of the same seed, unless the two runs differ in more than the plan allows.
+An arm is a variant of the recipe, with one run per seed (and tuned setting). A run of an arm is
+paired with the baseline's run of the same seed, unless the two runs differ in more than the plan
+allows.
 """
 
 import math
@@ -238,8 +239,9 @@ class Judged:
         arms = {own.name: own for own in plan.arms}
         differing = plan.confounds_between(arms[against], arms[arm])
         unproven = self.runs.unproven.get(arm) or self.runs.unproven.get(against)
-        # A refused pair is left out of values against the baseline (see `_judge`). It makes a
-        # statement about gains, or about two other arms, unproven.
+        # A run that cannot be paired with the baseline's is left out of values (see `_judge`). Runs
+        # that cannot be paired make a statement about gains, or about two other arms, unproven:
+        # its values prove nothing.
         is_baseline = against == plan.baseline.name
         if unproven is None and (of == "gain" or not is_baseline):
             unproven = self.runs.why_unpaired(arm, against)
@@ -251,7 +253,7 @@ class Judged:
             together=plan.together(arms[against], arms[arm]),
             unproven=unproven,
             identical=_identical(self.runs, arm, against),
-            about="these test examples" if of_value else "the tune split",
+            about="these test examples" if of_value else "the split that selects weights",
             at_chance=of_value and all(_at_chance(self.runs, name) for name in (arm, against)),
             population=_population(self.runs, arm, against, self.rules.level / self.size)
             if of_value

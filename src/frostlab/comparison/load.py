@@ -1,8 +1,9 @@
 """Loading of a comparison's plan from a recipe, a YAML file, a dict or runs, with all checks.
 
-A comparison has the keys of a `Plan` in a shorter notation: `seeds: 6` and `arms: baseline,oelm`
-replace lists, and the rules are keys at the top level. The plan of runs that have ended follows
-from their recipes: each group of runs is an arm, named after its differences from the others.
+A comparison has the keys of a `Plan`, but for `name`, `quick` and `runs`, in a shorter notation:
+`seeds: 6` and `arms: baseline,oelm` replace lists, and the rules are keys at the top level. The
+plan of runs that have ended follows from their recipes: each group of runs is an arm, named after
+its differences from the others.
 """
 
 import glob
@@ -73,7 +74,7 @@ def make_plan(
         settings: recipe settings for every arm by dotted key, such as `{"optim.lr": 1e-4}`. The
             scale `{"scale": "tiny"}` makes each arm smaller after its own settings.
         quick: plan short runs, and by default fewer seeds and shorter step timing.
-        stand_in: a function that replaces what an arm's recipe lacks by stand-ins.
+        stand_in: a function that replaces missing data or weights, such as by built-in data.
     """
     values, label = _read(source)
     values |= changes or {}

@@ -1,9 +1,9 @@
 """Looks at results, counted over all comparisons that ask the same question.
 
 A look is one analysis of the results. Whoever looks again, with more seeds, another metric or
-another folder, gets another chance of a false alarm. So every new look is registered in the user's
-cache, and a comparison counts the looks of its siblings: the comparisons of the same recipe that
-share at least two of its arms.
+another folder, gets another chance of a false alarm. So every new look with enough seeds for a
+verdict is registered in the user's cache, and a comparison counts the looks of its siblings: the
+comparisons of the same recipe that share at least two of its arms (variants of the recipe).
 """
 
 import json
@@ -79,7 +79,7 @@ def take_look(
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = Lock(path.with_suffix(".lock"))
         if not lock.acquire(seconds=30):
-            raise FrostlabError(f"{path} is in use by another process")
+            raise FrostlabError(f"{path} is in use by another process; try again")
         try:
             registered = [*known, *_registered(path)]
             counting = (past for past in registered if len(past.seeds) >= LEAST_SEEDS)

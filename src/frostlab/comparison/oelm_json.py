@@ -1,9 +1,10 @@
 """The five questions of the OELM study, and its output files comparison.json and timing.json.
 
-OELM replaces the query and key weights by orthogonal matrices and freezes them. An arm's treatment
-decides whether it is OELM, never its name. The files have the layout of the study's scripts, except
-that a gap has the interval and the verdict of the page, and speeds come from interleaved steps: a
-gap between the times of whole runs is marked as unproven. An unknown value is null.
+OELM orthogonalizes the query and key weights and freezes them. An arm's treatment decides whether
+it is OELM, never its name. The files have the layout of the study's scripts, except that a gap has
+the interval and the verdict of the page, and speed-ups come from interleaved steps: a gap between
+the times of whole runs is marked as unproven, because it is no evidence about speed. An unknown
+value is null.
 """
 
 from collections.abc import Callable
@@ -50,10 +51,11 @@ _QK = ("query", "key")
 
 
 def oelm_arm(plan: Plan) -> str | None:
-    """Return the arm that freezes orthogonal query and key weights, or None.
+    """Return the arm that orthogonalizes and freezes query and key weights, or None.
 
-    Of several such arms, those that change no other setting come first, and among equals those that
-    orthogonalize the model's own weights of each head. The baseline is never returned.
+    Rows of the identity do not count, though they are orthonormal. Of several such arms, those that
+    change no other setting come first, and among equals those that orthogonalize the model's own
+    weights of each head. The baseline is never returned.
     """
     arms = [arm for arm in plan.others if _is_oelm(_surgery(plan, arm))]
     arms.sort(key=lambda arm: (bool(arm.set), not _is_usual(_surgery(plan, arm))))
@@ -87,7 +89,7 @@ def orthogonality_arms(plan: Plan) -> tuple[str, str] | None:
 
 
 def have_equal_norms(plan: Plan, pair: tuple[str, str] | None) -> bool:
-    """Return whether each head has the same norm in the orthogonal and in the random arm."""
+    """Return whether each head certainly has the same norm in the two arms."""
     if pair is None:
         return False
     arms = {arm.name: arm for arm in plan.arms}
@@ -213,7 +215,7 @@ def _cost(verdict: ArmVerdict, evidence: Evidence) -> str:
     """Say what the saved parameters cost, as far as the interval shows it."""
     margin = verdict.margin
     if verdict.word == "better":
-        return "it is also better, so the saving costs nothing"
+        return "it is also better, so no cost was found"
     if verdict.word == "worse":
         small = margin is not None and margin.answer == "yes"
         within = f", but at most {evidence.rules.margin_text()}" if small else ""
@@ -239,16 +241,16 @@ def _orthogonality(evidence: Evidence) -> str:
     if evidence.equal_norms:
         return f"{verdict.text} This isolates orthogonality, at an equal norm of every head."
     return (
-        f"{verdict.text} This compares orthogonality and scale together: the weights of "
-        f"{verdict.baseline} also have other norms. The treatment oelm-random-matched would give "
-        "every head the norm that it has with orthogonal weights."
+        f"{verdict.text} This compares orthogonality and scale together: the heads of "
+        f"{verdict.baseline} may also have other norms. With the treatments oelm and "
+        "oelm-random-matched, every head has the same norm in both arms."
     )
 
 
 def _transfer(evidence: Evidence) -> str:
     model = model_name(evidence.plan.recipe)
     return (
-        f"One model cannot answer this: the comparison has only {model}; "
+        f"One comparison cannot answer this: its recipe has the model {model}; "
         "run it with the other model too."
     )
 
@@ -259,7 +261,7 @@ def comparison_json(evidence: Evidence, first: RunRecord) -> dict[str, Any]:
     values: dict[str, Any] = {
         "dataset": data_name(evidence.plan.recipe),
         "model": model_name(evidence.plan.recipe),
-        "quick": evidence.plan.quick,  # whether runs were shortened
+        "quick": evidence.plan.quick,  # whether long runs were shortened
         "caution": evidence.caution,  # a warning about the data, to show with every number
         "environment": _environment(first),
         "convergence": None

@@ -40,7 +40,7 @@ from frostlab.text import NONE, Markdown, columns, escaped, markdown, number, pl
 _BAR = 30  # width of the longest bar of a tuning curve, in characters
 _GAIN = (
     "(Compares how much the best value changed from the first stage to the last, on the split "
-    "`tune`, which also selects the weights.) "
+    "that also selects the weights.) "
 )
 _FLOW = {  # column title of each gradient-flow quantity
     "front_ratio": "front/output gradient",
@@ -50,7 +50,7 @@ _FLOW = {  # column title of each gradient-flow quantity
 
 
 _ASSAY = {"worse": "was found", "better": "is no harm here, so it tests nothing"}
-_QUICK = "A quick comparison with shortened runs"
+_QUICK = "A quick comparison with short runs"
 
 
 def page(evidence: Evidence) -> str:
@@ -263,8 +263,8 @@ def _performance(evidence: Evidence) -> str:
         "intervals about the same metric hold simultaneously, with "
         f"{100 * (1 - evidence.rules.level):.4g} % confidence; the effect on perplexity is the "
         "ratio of geometric means, which the columns with means show. Retained: the share of "
-        "the baseline's value that the arm has (of perplexity and loss the reverse), above 1 if it "
-        "is better. p is multiplied by the number of statements. "
+        "the baseline's value that the arm has (of perplexity and loss the reverse), above 100 % "
+        "if it is better. p is multiplied by the number of statements. "
         "Only the first metric is judged, so nothing is said about the others."
     )
     return "\n\n".join([
@@ -313,8 +313,9 @@ def _subjects(evidence: Evidence) -> str:
     note = (
         "Tests are paired by subject: a subject's mean Fisher z over the seeds, with the arm "
         f"and with {escaped(evidence.baseline)}. `report`: other recordings of the training "
-        "subjects; `unseen`: "
-        "subjects held out of training. The ridge decoder is the same for every seed."
+        "subjects (or "
+        "other parts of the same ones, if the files are so split); `unseen`: subjects held out "
+        "of training. The ridge decoder is the same for every seed."
     )
     return "\n\n".join([note, *parts])
 
@@ -329,12 +330,12 @@ def _gradients(evidence: Evidence) -> str:
         for name, flow in evidence.flow.items()
     ]  # fmt: skip
     note = (
-        "Means over seeds, and ratios to the baseline, paired by seed. Front is layers 0 and 1, "
-        "output is the head. Front/output gradient is the largest absolute gradient of a tensor at "
-        "the last measured step, averaged over the front's tensors, relative to the head's. Weight "
-        "change is the relative change of a tensor's range since the first measured step, averaged "
-        "over the front's tensors. "
-        "Update/weight is the median over the front's parts, then over the measured steps."
+        "Means over seeds in the last stage, and ratios to the baseline, paired by seed. Front is "
+        "layers 0 and 1, output is the head. Front/output gradient is the largest absolute "
+        "gradient of a tensor at the last measured step, averaged over the front's tensors, "
+        "relative to the head's. Weight change is the relative change of a tensor's range since "
+        "the first measured step, averaged over the front's tensors. Update/weight is the median "
+        "over the front's weights and biases, then over the measured steps."
     )
     return f"{note}\n\n{markdown(head, rows)}"
 
@@ -347,10 +348,11 @@ def _stages(evidence: Evidence) -> str:
             rows += _stage_rows(name, runs)
     if not rows:
         return ""
-    head = ["arm", "stage", "trainable", "best on the tune split", "best epoch", "seconds",
+    head = ["arm", "stage", "trainable", "best value", "best epoch", "seconds",
             "change"]  # fmt: skip
     note = (
-        "Means over seeds. Change is the relative change of the best value from the stage before, "
+        "Means over seeds. The best value is on the split that selects the weights. Change is the "
+        "relative change of the best value from the stage before, "
         "positive if it improved."
     )
     return f"{markdown(head, rows)}\n\n{note}"
@@ -404,9 +406,10 @@ def _tuning_curves(setting: TunedSetting) -> str:
             lines.append(f"  {point.value:<10g} {_bar(point.mean, low, high)}{ends}{chosen}{mark}")
     edges = [name for name, on_edge in setting.on_edge.items() if on_edge]
     note = (
-        f"{escaped(setting.key)}: the mean over the seeds of the metric on the tune split with its "
-        "95 % interval, with the same grid for every arm. For each seed, the value is chosen by "
-        "the other seeds."
+        f"{escaped(setting.key)}: the mean over the seeds of the metric, on the split that selects "
+        "the weights, with its 95 % interval; the grid is the same for every arm. For each seed, "
+        "the value is chosen by the other seeds, if there are any; `best` is the choice of all. "
+        "If several settings are tuned, the others have their best values here."
     )
     if setting.extended:
         note += " A best value was at an end of the grid, so the grid was extended once."
@@ -418,7 +421,7 @@ def _tuning_curves(setting: TunedSetting) -> str:
 
 def _bar(value: float | None, low: float, high: float) -> str:
     if value is None:
-        return "failed"
+        return "a run did not finish"
     height = (value - low) / (high - low) if high > low else 1.0
     return f"{'▇' * (1 + round(height * (_BAR - 1))):<{_BAR}} {value:.4g}"
 

@@ -52,7 +52,7 @@ class PairingFacts:
     data: str  # digest of the prepared data
     source: str | None  # digest of the files of pretrained weights; None if weights are drawn
     weights: dict[str, str]  # digest of each part of the treated model before training
-    touched: frozenset[str]  # names of the parts whose values the treatment replaced
+    touched: frozenset[str]  # names of the parts (weights) whose values the treatment replaced
     steps: int
     orders: dict[int, str]  # by step: a digest of the examples of every step up to it, in order
     # by fact about the machine and the software: the distinct values over all starts and resumes
@@ -479,7 +479,7 @@ def _stage(stage: Stage) -> StageSummary:
 class _Sources:
     """The data of the first run, and the pretrained weights of each arm's first run.
 
-    All other runs must have them too. They differ if files changed between two calls of `compare`.
+    All other runs must have them too. They differ if files changed between two runs.
     """
 
     data: tuple[str, str] | None  # name and digest of a run; None if no run finished

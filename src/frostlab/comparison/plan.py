@@ -284,8 +284,8 @@ class Plan(Strict):
         0  # extra whole runs per arm, only to time them
     )
     clock: TimingPlan | None = TimingPlan()  # None: steps are not timed
-    assay: bool = False  # whether to plant a harm that the comparison must find
-    quick: bool = False  # whether runs are shortened
+    assay: bool = False  # whether to plant a harm (half the steps) that must be found
+    quick: bool = False  # whether long runs are shortened
     # by arm and seed: the folders of the runs, if the comparison does not train them; relative to
     # the comparison's folder in plan.json, absolute before that
     runs: dict[str, dict[int, str]] = Field(default_factory=dict)
@@ -333,7 +333,7 @@ class Plan(Strict):
         stand_in: Callable[[Recipe], Recipe] | None,
         differing: Callable[[Recipe, Recipe], dict[str, Any]],
     ) -> "Plan":
-        """Return the plan with the recipe of each arm scaled and completed by stand-ins.
+        """Return the plan with smaller recipes (`scale`), and stand-ins for what is missing.
 
         The user's `settings` win over the scale, but an arm's own settings are scaled, too.
         `differing` returns the settings of a second recipe that the first does not share.

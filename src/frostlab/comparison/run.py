@@ -162,8 +162,8 @@ def compare(
         settings: settings of the recipe for every arm, such as `{"optim.lr": 1e-4}`.
         quick: shorten runs and timing and use fewer seeds, to see whether a full comparison is
             worthwhile.
-        scale: tiny or small: every arm with fewer examples, fewer steps and narrower layers; None:
-            the recipe's scale.
+        scale: tiny or small: every arm with fewer examples, fewer steps and (unless it is
+            pretrained) narrower layers; None: the recipe's scale.
         stand_in: use built-in data, a learned tokenizer or random weights in place of missing ones.
         out: the comparison's folder; by default a folder under `comparisons`.
         data_dir: folder of the data sets.
@@ -511,7 +511,7 @@ def _time_steps(
         except torch.OutOfMemoryError:
             raise FrostlabError(
                 "out of memory: step timing holds the models of all arms at once; lower "
-                "train.batch, or set clock: null"
+                "train.batch, or set clock: false"
             ) from None
         values = folder.read("steps.json")
     timing = read(StepTiming, values, folder.path / "steps.json")

@@ -213,7 +213,7 @@ def stored_plan(path: Path) -> StoredPlan | None:
         return None
     version = values.get("schema") if isinstance(values, dict) else None
     if version != SCHEMA:
-        raise BadInput(f"{path} is damaged, or was written by another version")
+        raise BadInput(f"{path} is damaged, or was written by another version of frostlab")
     return read(StoredPlan, values, path)
 
 
@@ -246,7 +246,7 @@ class ComparisonFolder:
 
         A stored plan with another digest is an error. The lock keeps other comparisons from writing
         to the folder. `looks` are stored with a new plan: the looks in the folder of the original,
-        if a plan is carried out again.
+        if a plan is carried out again. A look is one analysis of the results.
         """
         if self.path.exists() and not self.path.is_dir():
             raise BadInput(f"{self.path} is a file; choose another folder with --out")

@@ -1,9 +1,9 @@
 """Statistics of values that are paired by seed: effects, intervals and detectable effects.
 
-`arm` and `base` hold the values of two arms of a comparison, in the same order of seeds. The
-interval of their difference is a t interval. Whether an arm is called better or worse follows from
-this interval, so a statement and its interval always agree. If settings were tuned, the interval is
-about the difference between the arm's best setting and the baseline's best setting.
+`arm` and `base` hold the values of two arms (variants of one recipe), in the same order of seeds.
+The interval of their difference is a t interval. Whether an arm is called better or worse follows
+from this interval, so a statement and its interval always agree. If settings were tuned, the
+interval is about the difference between the arm's best setting and the baseline's best setting.
 """
 
 import math

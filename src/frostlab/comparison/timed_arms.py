@@ -150,12 +150,12 @@ class TimedArm:
             if broken >= 0:
                 self._refuse(f"the gradient of {self.step.name_of(int(broken))}", index, loss)
             if not (abs(loss) < torch.inf and norm < torch.inf):
-                self._refuse("the loss", index, loss)
+                self._refuse("the loss or the norm of the gradient", index, loss)
 
     def _refuse(self, what: str, batch: int, loss: float) -> NoReturn:
         raise FrostlabError(
             f"{what} is not finite in batch {batch}, before any training (loss {loss:.4g}), so the "
-            "steps cannot be timed"
+            "steps cannot be timed; clock: false skips the timing"
         )
 
     def trial_batches(self) -> list[int]:
@@ -340,8 +340,8 @@ def time_arms(
 
     Args:
         seconds: time limit for the rounds and the builds between them, after the two or three
-            builds that plan the timing; up to twice as long if fewer than `FEWEST_BUILDS` builds
-            were timed.
+            builds that plan the timing; twice as long if fewer than `FEWEST_BUILDS` builds were
+            timed. Two builds are always timed.
         width: target width of every 95 % interval over the builds, including the controls',
             relative to the ratio: 0.01 means ±0.5 %. The reported intervals are wider if the copies
             of the baseline differ.
@@ -444,14 +444,15 @@ def reasons_unproven(builds: int, controls: Mapping[str, Ratio]) -> tuple[str, .
         if not ratio.holds(1.0)
     ]
     if builds < FEWEST_BUILDS:
-        reasons.append(f"too few builds: {builds} of at least {FEWEST_BUILDS}")
+        needed = f"{builds} of at least {FEWEST_BUILDS} (raise clock.seconds)"
+        reasons.append(f"too few builds: {needed}")
     return tuple(reasons)
 
 
 def timing_notes(drift: Drift, watched: Watched) -> tuple[str, ...]:
     """Describe a drift of the baseline and the load of other processes.
 
-    Both widen the intervals, and bias no ratio: they affect all arms alike.
+    Both widen the intervals. They affect all arms alike on average, so they bias no ratio.
     """
     notes = watched.notes()
     if drift.drifted:
@@ -566,8 +567,7 @@ def judge_time(ratio: Ratio, saved: StepSavings | None, timing: Timing) -> tuple
         limit = 100 * max(ratio.high - 1, 1 - ratio.low)
         return "no difference found", (
             f"no difference found: a step takes {numbers}; "
-            f"a difference within ±{limit:.2f} % cannot be told on this machine, a larger one is "
-            "excluded."
+            f"a difference of more than {limit:.2f} % is excluded."
         )
     word, speed = ("better", "faster") if ratio.high < 1 else ("worse", "slower")
     return word, f"{speed}: a step takes {numbers}."

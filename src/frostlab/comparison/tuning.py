@@ -38,7 +38,7 @@ class Trials:
     chosen: dict[str, dict[int, Trial]]  # by arm and seed: the best over the other seeds
     best: dict[str, Trial]  # by arm: the best over all seeds
     settings: tuple[TunedSetting, ...]
-    unproven: dict[str, str]  # by arm: why its tuning proves nothing
+    unproven: dict[str, str]  # by arm: why no verdict can follow from its tuning
 
     def results(self) -> dict[tuple[str, int], RunRecord]:
         """Return the run of the chosen trial by arm and seed."""

@@ -120,7 +120,7 @@ class Verdict:
 
     `could_have_seen` is the effect that such a comparison finds with a probability of at least 80 %
     (see `could_have_found`), in the metric's unit or, on the log scale, as a ratio − 1. It is None
-    if the interval is not bounded.
+    if the interval is unbounded or has no width, and with fewer than `LEAST_SEEDS` pairs.
     """
 
     arm: str
@@ -136,7 +136,7 @@ class Verdict:
     improvement: float | None  # how often a run of the arm beats a run of the baseline
     population: Paired | None
     skewed: float | None  # skewness of the differences, or its mean over all arms, if notable
-    missing: dict[str, int]  # by arm: number of runs without a finite value, such as diverged ones
+    missing: dict[str, int]  # by arm: runs of the paired seeds without a finite value
     together: tuple[str, ...]  # factors that differ together, if several (`Plan.together`)
     notes: tuple[str, ...] = ()
 
@@ -360,7 +360,7 @@ class _Case:
             return f"no difference found between {arm} and {baseline} {on}: {numbers}{ending}."
         text = {
             "identical": f"{arm} and {baseline} are identical: they ended with the same weights "
-            f"for every seed, so they are one arm under two names; {numbers}.",
+            f"for every seed, so their difference had no effect; {numbers}.",
             "at chance": f"{arm} and {baseline} are at chance {on}: neither is shown to have "
             f"learned anything; {numbers}.",
             "did not finish": f"{arm} against {baseline} {on}: only {self.finished} of {self.n} "
@@ -368,7 +368,7 @@ class _Case:
             "too few seeds": f"too few seeds to judge {arm} against {baseline} {on}: {numbers}; "
             f"at least {LEAST_SEEDS} are needed.",
             "confounded": f"{arm} is confounded by {reason} {on}: {numbers}; "
-            "more than the treatment differs.",
+            "the arms should not differ in this.",
             "unproven": f"{arm} against {baseline} {on} is unproven ({reason}): {numbers}.",
         }
         return text[word]
@@ -390,14 +390,14 @@ class _Case:
         together = self.statement.together
         if not together:
             return ""
-        return f"; {_and(together)} differ together, so neither alone is shown to be the cause"
+        return f"; {_and(together)} differ together, so none of them alone is shown to be the cause"
 
     def _skew_text(self, skewed: float | None) -> str:
         if skewed is None:
             return ""
         return (
             f"; the differences have a long tail towards the other side of zero (skewness "
-            f"{skewed:+.2g}), as fewer than 1 in 4 normal samples have, so a rare run may undo this"
+            f"{skewed:+.2g}), as about 1 in 4 normal samples have, so a rare run may undo this"
         )
 
     def _small_effect(self) -> str:

@@ -1,11 +1,11 @@
 """Clocks for steps, phases and blocks of steps, and a meter for device memory.
 
 `Stopwatch` times a run without stalling it. Each step lies between two marks. On CUDA, the marks
-are events that are read long after the step is over; on other devices, they are readings of the
-host's clock. Phases (data, validation, checkpoints) are timed on the host. A phase that does not
-wait for a GPU runs while the GPU still works on earlier steps, so its seconds count as overlapped
-and are not subtracted from the training time. Building a step is timed separately, outside the
-total, because the first step that a process builds takes far longer to build than later ones.
+are events that are read later; on other devices, they are readings of the host's clock. Phases
+(data, validation, checkpoints) are timed on the host. A phase that does not wait for a GPU runs
+while the GPU still works on earlier steps, so its seconds count as overlapped and are not
+subtracted from the training time. Building a step is timed separately, outside the total, because
+the first step that a process builds takes far longer to build than later ones.
 
 `BlockClock` times a block of steps; the device is idle before and after the block. `Meter` measures
 the seconds and the peak memory since its construction.
@@ -137,7 +137,7 @@ class Meter:
         if prepares_kernels(device):
             # cuBLAS allocates its workspaces in this matmul, before memory is measured
             weight = torch.ones(1, 1, device=device, requires_grad=True)
-            with warnings.catch_warnings():  # torch warns that its thread has no context yet
+            with warnings.catch_warnings():  # autograd's thread has no CUDA context yet
                 warnings.simplefilter("ignore")
                 F.linear(weight, weight, weight[0]).sum().backward()
             del weight
@@ -159,7 +159,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """The seconds of a block on the device's clock and on the host's clock."""
+    """The seconds of a block on the clocks of the device and of the host; equal without CUDA."""
 
     device: float
     host: float

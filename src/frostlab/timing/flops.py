@@ -1,11 +1,11 @@
 """The FLOPs of a training step, the FLOPs that freezing saves, and the limits of a device.
 
-A trained matrix costs three matmuls per step: forward, input gradient and weight gradient. Freezing
-removes the weight gradient. The input gradient is not needed either if nothing below the matrix is
-trained. The two products inside attention (scores and mixing) cost more per token in longer
-sequences, and they need a backward pass if anything below or inside the attention is trained. A
-kernel for causal attention that skips the masked half needs half of these FLOPs. A learned table of
-relative positions costs one more product: every query with the row of every distance.
+A trained matrix costs up to three matmuls per step: forward, weight gradient and, if anything below
+it is trained, input gradient. Freezing removes the weight gradient. The two products inside
+attention (scores and mixing) cost more per token in longer sequences, and they need a backward pass
+if anything below or inside the attention is trained. A kernel for causal attention that skips the
+masked half needs half of these FLOPs. A learned table of relative positions costs one more product:
+every query with the row of every distance.
 
 The results are bounds, because only matmuls and the optimizer's memory traffic are counted. A step
 that is bound by matmuls gains at most `speed_up`, and at the measured rates of a device, no step
@@ -82,7 +82,8 @@ def _step_flops(anatomy: Anatomy, length: int, causal: bool) -> float:
     for part in anatomy.parts:
         if not part.layers and part.matmul and part.kind == "weight":
             flops = 2 * part.parameters * (1 + any(learns_below.values()) + _learns(part))
-            # a head as wide as the vocabulary reads every token; other heads read one per sequence
+            # A head as wide as the vocabulary counts for every token, other heads once per
+            # sequence. A head of signals reads every time step, but it is small.
             every_token = part.role != "head" or part.shape[part.axis] == vocabulary
             total += flops if every_token else flops / length
     return total
@@ -166,8 +167,8 @@ def _learns(part: Part) -> bool:
 class Savings:
     """FLOPs per token and bytes of gradients and Adam's moments, with and without freezing.
 
-    Fields that end in `_all` assume that every part is trained. The other fields count frozen parts
-    as frozen.
+    Fields that end in `_all` assume that nothing is frozen. The other fields count frozen parts as
+    frozen.
     """
 
     length: int  # tokens per sequence
@@ -213,7 +214,7 @@ def savings(anatomy: Anatomy, length: int, *, causal: bool = False) -> Savings:
 
 
 def describe_savings(anatomy: Anatomy, length: int) -> Sequence[str]:
-    """Describe the largest possible savings from freezing, as lines of text."""
+    """Describe the savings from freezing as lines of text; attention is counted as not causal."""
     saved = savings(anatomy, length)
     mib = 2**20
     return [

@@ -2,11 +2,11 @@
 
 Noise that lasts much longer than a block affects all competitors alike and cancels in their ratio.
 
-`interleave_arms` times the arms of a comparison. One round takes the arms in random order, and the
-next round takes them in reverse. The arms are rebuilt after a few pairs of rounds, because the
-memory addresses of one build can make all its steps faster or slower. The confidence interval
-therefore treats each build as one observation. The first round after a build is slower than later
-ones and is not counted.
+`interleave_arms` times the arms (variants of one recipe) of a comparison. One round takes the arms
+in random order, and the next round takes them in reverse. The arms are rebuilt after a few pairs of
+rounds, because the memory addresses of one build can make all its steps faster or slower. The
+confidence interval therefore treats each build as one observation. The first round after a build is
+slower than later ones and is not counted.
 
 The baseline has several copies, its controls. A copy can be a little faster or slower in all its
 builds, and so can an arm. The interval of an arm is therefore never narrower than the prediction
@@ -31,7 +31,7 @@ from scipy import stats
 from frostlab.devices import synchronize
 from frostlab.timing.clock import BlockSeconds, Meter
 
-FEWEST_BUILDS = 4  # with fewer builds, the timing is unproven
+FEWEST_BUILDS = 4  # with fewer builds, the timing is unproven: it cannot be trusted
 _PLANNED_BUILDS = 6  # builds that should fit into the time
 _BUILDS_BEFORE_WIDTH = 8  # builds before narrow intervals may end the timing
 MOST_BATCHES = 16  # distinct batches; the step is warmed up on the shape of each
@@ -107,7 +107,8 @@ def _t_quantile(degrees: int, alpha: float) -> float:
 class StopRule:
     """A rule that ends timing a few builds after all intervals are narrow, or when time is up.
 
-    On a busy machine, the timing may take up to twice the time to finish `FEWEST_BUILDS` builds.
+    The timing may take twice the time to finish `FEWEST_BUILDS` builds, and has at least two
+    builds.
     """
 
     def __init__(self, seconds: float, width: float) -> None:
@@ -155,8 +156,9 @@ def plan_build(
     """Return the steps per block and the pairs of rounds per build.
 
     Shorten blocks, down to one step, until `_PLANNED_BUILDS` builds fit into the time; then take as
-    many pairs of rounds per build as fit. If building takes most of the time, plan fewer builds, at
-    least `FEWEST_BUILDS`, so that the rounds of a build take up to half as long as building.
+    many pairs of rounds per build as fit, up to `_MOST_BLOCKS`. If building takes most of the time,
+    plan fewer builds, at least `FEWEST_BUILDS`, so that the rounds of a build take up to half as
+    long as building.
 
     Args:
         seconds: the time limit.
@@ -170,8 +172,8 @@ def plan_build(
     )
 
     def pairs_that_fit() -> int:
-        round_seconds = (steps + 1) * step_seconds  # one untimed step comes before each block
-        return int((left / round_seconds - 1) / 2)  # without the round that is not counted
+        round_seconds = (steps + 1) * step_seconds  # plus an untimed step that refills caches
+        return int((left / round_seconds - 1) / 2)  # the first round is not counted
 
     while steps > 1 and pairs_that_fit() < 1:
         steps = 1 << ((steps - 1).bit_length() - 1)  # the next lower power of 2
@@ -312,7 +314,7 @@ class Drift:
 
     @property
     def drifted(self) -> bool:
-        """Whether the baseline drifted during the measurement."""
+        """Whether the baseline's time changed by more than 5 % between the halves."""
         return abs(self.halves - 1) > _DRIFT
 
 
@@ -397,8 +399,8 @@ def interleave_pair(
 ) -> PairTimes:
     """Build and warm up our side, then their side, then time both in turn.
 
-    The peak memory of a side covers its build and its warm-up, which includes the capture of a CUDA
-    graph. `seconds` limits the time of the timed rounds, of which there are at least three if
+    The peak memory of a side covers its build and its warm-up, with the capture of a CUDA graph if
+    it has one. `seconds` limits the time of the timed rounds, of which there are at least three if
     `rounds` allows.
     """
     times = PairTimes(steps_per_round=steps_per_round)

@@ -1,8 +1,9 @@
 """Convergence: the steps, epochs and seconds that each arm's runs took to reach a target.
 
-The target is the recipe's `evaluate.target`. Without one, it is a value that only the baseline's
-runs decide: their mean halfway through their evaluations. A run reaches it at the first evaluation,
-on the split that selects the weights, with a value as good or better.
+An arm is a variant of the compared recipe, trained with several seeds. The target is the recipe's
+`evaluate.target`, if it is for the compared metric. Else it is a value that only the baseline's
+runs decide: the mean of their best values halfway through their evaluations. A run reaches it at
+the first evaluation, on the split that selects the weights, with a value as good or better.
 """
 
 import math
@@ -93,7 +94,7 @@ def _recipe_target(runs: Runs, rules: Rules) -> tuple[float, str] | None:
 def _baseline_target(baseline: _Curves, evaluations: int, rules: Rules) -> tuple[float, str]:
     """Return the baseline's mean of the best value so far, halfway through its evaluations.
 
-    Half of the training is left for the runs that are behind the mean to reach it. For a metric
+    The other evaluations are left for the runs that are behind the mean to reach it. For a metric
     that is compared as a ratio, the mean is geometric.
     """
     number = math.ceil(evaluations / 2)

@@ -1,4 +1,8 @@
-"""Gradient flow of the arms: how much of the gradient and of learning reaches the front layers."""
+"""Gradient flow of the arms: how much of the gradient and of learning reaches the first two layers.
+
+An arm is a variant of the compared recipe. The first two layers are called the front. A report
+holds the numbers of one measured step.
+"""
 
 import math
 from collections.abc import Mapping

@@ -1,7 +1,8 @@
 """The overview table: one row per arm, with its data, method, times, gap and status.
 
-`overview` makes the rows of a comparison, and `overview_table` formats the rows of one or several
-comparisons. An experiment that has not been run yet is an `OverviewRow` without results.
+An arm is a variant of the compared recipe. `overview` makes the rows of a comparison, and
+`overview_table` formats the rows of one or several comparisons. An experiment that has not been run
+yet is an `OverviewRow` without results.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,7 @@ from frostlab.comparison.measures.times import arm_times
 from frostlab.text import NONE, hms, markdown, number
 
 HEAD = ("phase", "id", "data", "method", "total", "step", "gap to baseline", "status")
-_SIZES = {("gpt", 6, 512): "Medium-512"}  # names of the sources by kind, layers and width
+_SIZES = {("gpt", 6, 512): "Medium-512"}  # names in the OELM study, by kind, layers and width
 _KINDS = {"gpt": "GPT", "decoder": "Decoder", "conformer": "Conformer"}
 
 

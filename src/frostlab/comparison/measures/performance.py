@@ -1,4 +1,7 @@
-"""Means of the arms' metrics, and the share of the baseline's performance that an arm retains."""
+"""Means of the arms' metrics, and the share of the baseline's performance that an arm retains.
+
+An arm is a variant of the compared recipe; the baseline is the arm that others are compared with.
+"""
 
 from collections.abc import Iterable
 from statistics import fmean, geometric_mean
@@ -11,8 +14,8 @@ from frostlab.comparison.statistics import paired
 def mean_of(evidence: Evidence, arm: str, metric: str) -> float | None:
     """Return the mean of a metric over an arm's runs that finished and can be paired.
 
-    It is the geometric mean for a metric that is compared as a ratio, such as perplexity, so that
-    the means of two arms have the ratio that the comparison states.
+    It is the geometric mean for a metric that is compared as a ratio, such as perplexity. So if two
+    arms have the same seeds, their means have the ratio that the comparison states.
     """
     return mean(_values(evidence, arm, metric).values(), metric)
 

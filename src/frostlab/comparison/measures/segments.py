@@ -1,4 +1,8 @@
-"""EEG decoders on segments, as in the Auditory EEG Challenge: each arm's r and score."""
+"""EEG decoders on segments, as in the Auditory EEG Challenge: each arm's r and score.
+
+An arm is a variant of the compared recipe. r is the correlation of decoded and true speech
+envelope.
+"""
 
 from collections.abc import Iterable, Mapping
 

@@ -1,4 +1,4 @@
-"""Sections of a comparison's page about time and convergence."""
+"""Sections of a comparison's page about the arms' times and convergence (arm: recipe variant)."""
 
 from frostlab.comparison.evidence import CONVERGED, Evidence, TimedArm
 from frostlab.comparison.measures.times import (
@@ -39,7 +39,9 @@ def step_times(evidence: Evidence) -> str:
         f"until {stopped}; all models were built {timing.builds} times. "
         "The A/A controls are more copies of the baseline. The one that differs most from the "
         f"other copies has, with 95 % confidence over all controls, the ratio "
-        f"{ratio_text(timing.control)}. The timing is {proof}."
+        f"{ratio_text(timing.control)}. The timing is {proof}. FLOPs allow: the smallest ratio "
+        "that the saved matmuls explain; a remark follows if the whole interval is below it. Peak "
+        "memory is that of the first build and its warm-up."
     )
     if timing.notes:
         note += f" Notes: {escaped('; '.join(timing.notes))}."
@@ -177,15 +179,15 @@ def convergence_section(evidence: Evidence) -> str:
         f"selects the weights: {escaped(convergence.place)}. A run reaches it at the first "
         "evaluation that is as good, so the numbers are only as fine as the interval between "
         "evaluations. Reached: runs that reached it, of those that finished or diverged; means are "
-        "over these runs. Ratios are paired by seed over the seeds with which both arms reached "
-        f"it, with {confidence:.4g} % confidence over all arms, and without an interval if all "
-        "ratios are equal. An arm that reached it less often "
-        "is flattered by that choice of seeds, so its interval has no upper end (and none below if "
-        f"the baseline did). {whole_run_note(evidence).capitalize()}. No verdict follows."
+        "over the runs that reached it. Ratios are paired by seed over the seeds with which both "
+        f"arms reached it, with {confidence:.4g} % confidence over all arms, and without an "
+        "interval if all ratios are equal. An arm that reached it less often is flattered by that "
+        "choice of seeds, so its interval has no upper end (and none below if the baseline did). "
+        f"{whole_run_note(evidence).capitalize()}. No verdict follows."
     )
     if convergence.evaluations == 1:
         note += (
-            " The runs were evaluated only once, so when they reached the target cannot be seen; "
+            " A baseline run was evaluated only once, so when it reached the target is not known; "
             "set evaluate.every to a shorter interval."
         )
     return f"{markdown(head, rows)}\n\n{note}"

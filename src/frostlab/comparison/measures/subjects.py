@@ -1,4 +1,7 @@
-"""Tests of EEG decoders, paired by subject: an arm against the baseline, and against ridge."""
+"""Tests of EEG decoders: an arm against the baseline by subject, and against ridge by seed.
+
+An arm is a variant of the compared recipe; ridge is a linear decoder of the same recordings.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

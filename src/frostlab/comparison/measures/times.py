@@ -1,7 +1,8 @@
 """Times of the arms: of whole runs, of runs that alternate, and of interleaved steps.
 
-The times of whole runs are facts about these runs. Only interleaved steps show which arm is faster,
-so no verdict follows from whole runs, whether they alternated or not.
+An arm is a variant of the compared recipe. The times of whole runs are facts about these runs. Only
+interleaved steps show which arm is faster, so no verdict follows from whole runs, whether they
+alternated or not.
 """
 
 from collections.abc import Mapping, Sequence
