@@ -96,7 +96,7 @@ def _columns(place: str, number: int, row: Any, task: TextTask) -> dict[str, Any
     if not is_label(label):
         raise BadInput(
             f"data.name {place}: the label of row {number} is {shown(label)}, neither a whole "
-            "number nor a word"
+            "number nor a short text"
         )
     return {"text": text, "label": label}
 

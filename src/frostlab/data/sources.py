@@ -148,7 +148,9 @@ def _label(place: str, line: int, values: Mapping[str, Any], name: str) -> Label
         raise BadInput(f"{place}:{line}: label -1 means unlabelled; choose a split with labels")
     if is_label(value):
         return int(value) if isinstance(value, bool) else value
-    raise BadInput(f"{place}:{line}: label {shown(value)} is neither a whole number nor a word")
+    raise BadInput(
+        f"{place}:{line}: label {shown(value)} is neither a whole number nor a short text"
+    )
 
 
 # Roles of splits
