@@ -275,7 +275,7 @@ def plan_splits(data: TextData, data_dir: Path | None, cache: Path) -> SplitPlan
 
 
 def _plan_own(data: Own) -> SplitPlan:
-    """Find the splits in a user's folder or file; missing tune and report are held out."""
+    """Find the splits in a user's folder or file; a missing tune or report is held out of train."""
     path = named_path(data.path, "data.path")
     if path.is_dir():
         files = split_files(path)

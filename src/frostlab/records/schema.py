@@ -92,14 +92,14 @@ class Clocks:
     data_overlapped_seconds: float  # s that are in both `data_seconds` and `train_seconds`
     checkpoint_seconds: float  # s of writing checkpoints and of changing to the next stage
     setup_seconds: float  # s of building and compiling the training step; not part of the total
-    epoch_seconds: list[float]  # s of training alone, one number per epoch
+    epoch_seconds: list[float]  # s of training alone, one number per complete epoch
     step_ms: StepTimes | None  # null if no step came after warm-up
     warmup_ms: list[float]  # ms of each warm-up step
     tokens: int  # real tokens (EEG: samples) that were trained on
     tokens_per_second: float | None  # `tokens` per second of `train_seconds`
     examples_per_second: float | None  # examples per second of `train_seconds`
     padding_share: float | None  # padding as a share of the model's input, 0 to 1
-    packing_efficiency: float | None  # real tokens as a share of packed rows; null without packing
+    packing_efficiency: float | None  # 1 - padding_share; null if nothing was packed
 
 
 @dataclass(frozen=True)
