@@ -34,7 +34,8 @@ def register_data(
         load: function that takes the folder of `--data-dir`, or None, and returns a dict of splits:
             the rows of `train` and, optionally, of `tune` (to select checkpoints) and `report` (for
             the final scores). If tune or report is missing, a share of train is held out.
-            A row is (text, label) for classification and a text for language; the order of the rows must be the same in every call.
+            A row is (text, label) for classification and a text for language; the order of
+            the rows must be the same in every call.
         task: `classification` or `language`.
 
     A name can be registered again only with a function of the same module and name, as when a
