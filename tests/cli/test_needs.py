@@ -139,7 +139,7 @@ def test_a_full_disk_is_noticed_before_a_download(
     done = in_this_process("data", "fetch", "openwebtext")
     assert done.returncode == 2
     assert "openwebtext takes 24.0 GB, and " in done.stderr
-    assert "has 1.0 GB free; HF_HOME names another folder" in done.stderr
+    assert "has 1.0 GB free; set HF_HOME to a folder with more space" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_running_text_is_counted(
     assert train.characters == sum(len(row["text"]) for row in rows[:90])
     assert train.tokens == len(found.splits["train"].ids)
     assert (report.rows, report.empty, report.duplicates) == (5, 2, 1)
-    assert found.notes == ("2 rows of report have an empty text and add nothing",)
+    assert found.notes == ("2 rows of report have an empty or blank text; they are kept",)
     (tmp_path / "b.txt").write_text("some words of one document " * 400)
     found = prepare(recipe(WORDS, **data | {"path": str(tmp_path / "b.txt")}), cache=cache)
     sizes = [split.characters for split in found.described.values()]
@@ -147,7 +147,7 @@ def test_spoilt_rows_are_said(folder: Path, cache: Path, recipe: Make) -> None:
     train = found.described["train"]
     assert (train.empty, train.duplicates, train.contradictions) == (2, 2, 2)
     assert found.notes == (
-        "2 rows of train have an empty text and are kept",
+        "2 rows of train have an empty or blank text; they are kept",
         "2 rows of train have the text of another row of train, but not its label; they are kept",
         f"labels that occur in one row only of {folder / 'train.jsonl'}: rare (line 107)",
         "1 rows of train have a text of report; data.splits published keeps them",

@@ -184,13 +184,16 @@ HOSTILE = {
     "digits.jsonl": (b'{"text": "a", "label": ' + b"9" * 5000 + b"}", "not valid JSON"),
     "digits-as-text.jsonl": (
         json.dumps({"text": "a", "label": "9" * 5000}).encode(),
-        "neither a whole number nor a word",
+        "neither a whole number nor a short text",
     ),
     "large.jsonl": (b'{"text": "a", "label": 9223372036854775808}', "neither a whole number"),
     "nan.jsonl": (b'{"text": "a", "label": NaN}', "label nan is neither"),
     "infinite.jsonl": (b'{"text": "a", "label": 1e999}', "label inf is neither"),
     "list.jsonl": (b'{"text": "a", "label": [1]}', "label [1] is neither"),
-    "object.jsonl": (b'{"text": "a", "label": {"a": 1}}', "is neither a whole number nor a word"),
+    "object.jsonl": (
+        b'{"text": "a", "label": {"a": 1}}',
+        "is neither a whole number nor a short text",
+    ),
     "surrogate.jsonl": (b'{"text": "a", "label": "\\ud800"}', "label '\\ud800' is neither"),
     "surrogate-name.jsonl": (b'{"\\ud800": 1, "label": 1}', "there are \\ud800, label"),
     "names.jsonl": (

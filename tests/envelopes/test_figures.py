@@ -120,7 +120,7 @@ def test_the_page_holds_tables_and_figures(tmp_path: Path) -> None:
     assert f"{SCORES.summary.mean:.3f}" in text
     assert "model &lt;b&gt;" in text
     assert "<b>" not in text
-    assert "best achievable r: 0.700" in text
+    assert "best: 0.700, an upper bound on the r of any decoder" in text
     assert "<p>made up</p>" in text
     assert "<h2>Segments</h2>" in text
     assert str(SCORES.subjects[2].segments) in text

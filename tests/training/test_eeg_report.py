@@ -207,7 +207,7 @@ def test_weights_that_were_not_reported_are_refused(finished: RunRecord, tmp_pat
 
 def test_a_run_shows_its_scores_and_refuses_edited_ones(finished: RunRecord) -> None:
     shown = show(finished.folder)
-    for line in ("subjects not trained on:", "best achievable r", "chance ≤", "  ridge  0."):
+    for line in ("subjects not trained on:", "an upper bound on the r", "chance ≤", "  ridge  0."):
         assert line in shown
     scores, report = read_scores(finished.folder), finished.metrics
     seen, unseen = (scores[split]["model"].segments for split in ("report", "unseen"))

@@ -68,7 +68,7 @@ def test_notes_are_in_the_run_and_on_the_terminal(record: fl.RunRecord, heard: H
     notes = [event.text for event in record.events(NoteEvent)]
     assert notes == record.data.notes
     assert any(note.endswith("rare (line 125)") for note in notes)
-    assert any("have an empty text" in note for note in notes)
+    assert any("have an empty or blank text" in note for note in notes)
     assert [f"note: {note}" for note in notes] == [x for x in heard.lines if x.startswith("note: ")]
 
 
@@ -81,7 +81,7 @@ def test_show_has_a_section_of_the_data(record: fl.RunRecord) -> None:
     assert cells["examples"] == [str(split.examples) for split in splits]
     assert cells["class rare"] == ["1", "0", "0"]
     carved = sum(record.data.splits["train"].carved.values())
-    assert cells["carved for other splits"] == [str(carved), "0", "0"]
+    assert cells["moved to other splits"] == [str(carved), "0", "0"]
     assert all(len(line) <= 80 for line in section), section
     assert show_json(record.folder)["data"]["labels"] == ["a", "b", "rare"]
 

@@ -14,7 +14,7 @@ from frostlab.data.files import RATIO, UNPACKED
 from frostlab.errors import BadInput, first_line
 from frostlab.storage import open_regular
 
-VALUES = 1 << 27  # the most values of one array; a .npz may unpack to 8 times as many bytes
+VALUES = 1 << 27  # the most values of one array; all arrays of a .npz may take 8 bytes for each
 _HEADER = 10_000  # the most bytes of an array's header, as in NumPy
 
 
@@ -39,7 +39,9 @@ def read_npz(path: Path) -> dict[str, NDArray[Any]]:
             if unpacked > 8 * VALUES:
                 raise BadInput(f"{path} unpacks to more than {8 * VALUES >> 30} GiB")
             if unpacked > max(UNPACKED, RATIO * os.fstat(file.fileno()).st_size):
-                raise BadInput(f"{path} unpacks to more than {RATIO} times its own size")
+                raise BadInput(
+                    f"{path} unpacks to more than {RATIO} times its own size; use np.savez"
+                )
             for member in members:
                 name = member.filename.removesuffix(".npy")
                 with packed.open(member) as content:

@@ -1,4 +1,7 @@
-"""Text for a trained run to evaluate or predict, encoded with the run's tokenizer."""
+"""Text for a trained run to evaluate or predict, encoded with the run's tokenizer.
+
+A split has a role: train, tune (to select checkpoints) or report (for the final scores).
+"""
 
 import sys
 import tempfile

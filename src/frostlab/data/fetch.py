@@ -74,8 +74,8 @@ class Need:
 def needs_of(recipes: dict[str, Recipe], data_dir: Path | None = None) -> list[Need]:
     """Return the data, tokenizers and weights that recipes need; nothing is downloaded.
 
-    Docstrings, synthetic, simulated and registered data are made on this machine, so they are not
-    listed. The examples of data sets in the data folder are counted, which reads their files.
+    Docstrings, synthetic, simulated and registered data come from code on this machine, so they are
+    not listed. The examples of data sets in the data folder are counted, which reads their files.
     """
     needed: dict[tuple[Kind, str], list[str]] = {}
     sources: dict[tuple[Kind, str], Recipe] = {}
@@ -250,7 +250,7 @@ def fetch(need: Need) -> None:
     if need.size is not None and need.size > free:
         raise BadInput(
             f"{need.name} takes {need.size / 1e9:.1f} GB, and {cache} has {free / 1e9:.1f} GB "
-            "free; HF_HOME names another folder"
+            "free; set HF_HOME to a folder with more space"
         )
     if need.kind == "data":
         name, _, language = need.name.partition("/")

@@ -1,4 +1,8 @@
-"""Preparation of a recipe's data: text becomes token arrays, built once and cached."""
+"""Preparation of a recipe's data, once: text and synthetic tasks become token arrays in a cache.
+
+EEG is loaded by data.eeg. A split has a role: train, tune (to select checkpoints) or report (for
+the final scores); with `splits: published`, report selects checkpoints too, and there is no tune.
+"""
 
 import os
 import shutil
@@ -149,7 +153,7 @@ def find_path(recipe: Recipe, digest: str, data_dir: Path | None) -> str | None:
         if (here := data_digest(recipe, data_dir)) != digest:
             raise BadInput(
                 f"data.name {recipe.data.name}: the data here have the digest {here[:16]}, not "
-                f"{digest[:16]} as in the plan"
+                f"{digest[:16]} as in the comparison's runs"
             )
         return None
     parent = data_dir or (Path(env) if (env := os.environ.get("FROSTLAB_DATA")) else None)
@@ -160,7 +164,8 @@ def find_path(recipe: Recipe, digest: str, data_dir: Path | None) -> str | None:
                 return path
     searched = own if parent is None else f"{own} nor in {parent}"
     raise BadInput(
-        f"data.path: the data with the digest {digest[:16]} of the plan are not at {searched}; "
+        f"data.path: the data of the comparison's runs (digest {digest[:16]}) are not at "
+        f"{searched}; "
         "name a folder that holds them with --data-dir"
     )
 
@@ -332,10 +337,9 @@ class _TextPreparation:
         if self.plan.unused:
             place = Path(self.plan.train.place).parent
             yield f"files of {place} that are not used: {', '.join(map(plain, self.plan.unused))}"
-        kept = "add nothing" if self.data.task == "language" else "are kept"
         for role, split in splits.items():
             if split.empty:
-                yield f"{split.empty:,} rows of {role} have an empty text and {kept}"
+                yield f"{split.empty:,} rows of {role} have an empty or blank text; they are kept"
             if split.contradictions:
                 yield (
                     f"{split.contradictions:,} rows of {role} have the text of another row of "

@@ -32,9 +32,10 @@ def register_data(
     Args:
         name: a name that no other data set has.
         load: function that takes the folder of `--data-dir`, or None, and returns a dict of splits:
-            the rows of `train` and, optionally, of `tune` and `report`. If tune or report is
-            missing, a share of train is held out. A row is (text, label) for classification and
-            a text for language; the order of the rows must be the same in every call.
+            the rows of `train` and, optionally, of `tune` (to select checkpoints) and `report` (for
+            the final scores). If tune or report is missing, a share of train is held out.
+            A row is (text, label) for classification and a text for language; the order of
+            the rows must be the same in every call.
         task: `classification` or `language`.
 
     A name can be registered again only with a function of the same module and name, as when a
@@ -96,7 +97,7 @@ def _columns(place: str, number: int, row: Any, task: TextTask) -> dict[str, Any
     if not is_label(label):
         raise BadInput(
             f"data.name {place}: the label of row {number} is {shown(label)}, neither a whole "
-            "number nor a word"
+            "number nor a short text"
         )
     return {"text": text, "label": label}
 

@@ -148,7 +148,9 @@ def _label(place: str, line: int, values: Mapping[str, Any], name: str) -> Label
         raise BadInput(f"{place}:{line}: label -1 means unlabelled; choose a split with labels")
     if is_label(value):
         return int(value) if isinstance(value, bool) else value
-    raise BadInput(f"{place}:{line}: label {shown(value)} is neither a whole number nor a word")
+    raise BadInput(
+        f"{place}:{line}: label {shown(value)} is neither a whole number nor a short text"
+    )
 
 
 # Roles of splits
@@ -273,7 +275,7 @@ def plan_splits(data: TextData, data_dir: Path | None, cache: Path) -> SplitPlan
 
 
 def _plan_own(data: Own) -> SplitPlan:
-    """Find the splits in a user's folder or file; missing tune and report are held out."""
+    """Find the splits in a user's folder or file; a missing tune or report is held out of train."""
     path = named_path(data.path, "data.path")
     if path.is_dir():
         files = split_files(path)

@@ -54,13 +54,13 @@ class SplitRecord:
     lengths: LengthRecord | None = None  # lengths of the examples; null for EEG
     tokens: int | None = None  # tokens of the examples or of the running text; null for EEG
     characters: int | None = None  # characters of the rows; null if generated, and for EEG
-    empty: int | None = None  # rows with an empty text; they are kept
+    empty: int | None = None  # rows with an empty or blank text; they are kept
     duplicates: int | None = None  # rows whose text is also in an earlier row; they are kept
     contradictions: int | None = None  # rows whose text has another label in another row; kept
     recordings: int | None = None  # EEG: number of recordings
     subjects: int | None = None  # EEG: number of subjects
     seconds: float | None = None  # EEG: length of all recordings
-    seed: int | None = None  # generated data: the seed of this split
+    seed: int | None = None  # generated data: the seed that it was drawn from
 
 
 def splits_markdown(
@@ -108,9 +108,9 @@ def _remarks(split: SplitRecord) -> Iterator[str]:
     if split.recordings is not None and split.seconds is not None:
         yield f"{split.recordings:,} recordings, {split.subjects} subjects, {split.seconds:,.0f} s"
     for count, what in (
-        (split.empty, "empty texts"),
+        (split.empty, "empty or blank texts"),
         (split.duplicates, "repeated texts"),
-        (split.contradictions, "texts with several labels"),
+        (split.contradictions, "rows whose text has several labels"),
     ):
         if count:
             yield f"{count:,} {what}"

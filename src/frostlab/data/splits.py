@@ -1,9 +1,10 @@
 """Splits of text by role: train, tune (to select checkpoints) and report (for the final scores).
 
 Labelled rows are held out by a hash of their text, running text by its order. No seed is used, so
-the splits are the same for every seed and every arm of a comparison. A `Survey` holds the hash,
+the splits are the same for every seed. A `Survey` holds the hash,
 size and label of each row. Rows of train whose text is also in tune or report are dropped, except
-with `splits: published` and in running text that is split by characters.
+with `splits: published` (without tune; report selects checkpoints) and in running text that is
+split by characters.
 """
 
 import hashlib

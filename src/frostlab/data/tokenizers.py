@@ -1,4 +1,4 @@
-"""Tokenizers: BPE or whole words, learned from the training split, or a pretrained tokenizer."""
+"""Tokenizers: BPE or whole words, learned from a recipe's text, or a pretrained tokenizer."""
 
 import importlib
 import io

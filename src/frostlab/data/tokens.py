@@ -58,7 +58,8 @@ class Prepared:
     classes: int  # number of classes; 0 for language modelling
     vocabulary: int  # number of token ids
     pad: int  # token id that pads short examples
-    splits: dict[str, Tokens]  # train, report, and tune unless the recipe has `splits: published`
+    # train, report, and tune, which selects checkpoints; with `splits: published`, report does
+    splits: dict[str, Tokens]
     origin: dict[str, str]  # where each split comes from, and how rows were held out or dropped
     caution: str | None  # a warning to show with every score
     known: dict[str, float]  # reference scores, such as chance

@@ -13,7 +13,7 @@ from frostlab.envelopes.scores import EnvelopeScores, Spread
 from frostlab.errors import BadInput
 from frostlab.text import NONE, columns, plain
 
-SEEN, UNSEEN = "report", "unseen"  # splits with other recordings of the same, and other subjects
+SEEN, UNSEEN = "report", "unseen"  # splits: held-out EEG of the subjects trained on, and of others
 TITLES = {SEEN: "subjects trained on", UNSEEN: "subjects not trained on"}
 SEEN_WEIGHT = 2 / 3
 _MOST_LINES = 20  # subjects that a short table shows
@@ -67,7 +67,7 @@ def segments_table(scores: ScoresBySplit) -> str:
     note = (
         f"r of segments of {first.settings.segment:g} s (a shorter recording is one segment): mean "
         "± standard deviation over the subjects' means (number of subjects); score: as in the "
-        "Auditory EEG Challenge of 2023, 2/3 of the first mean + 1/3 of the second"
+        "Auditory EEG Challenge of 2023, 2/3 of the mean of subjects trained on + 1/3 of the other"
     )
     return "\n".join([*columns([head, *rows]), note])
 

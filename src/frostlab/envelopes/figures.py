@@ -60,7 +60,7 @@ def eeg_page(
 
     Args:
         scores: scores by split, then by decoder.
-        best: by split, the r of the best possible decoder, which is known for simulated data.
+        best: by split, an upper bound on any decoder's r, which is known for simulated data.
         excerpts: rows of `excerpt_rows` by title.
         kernels: rows of `kernel_rows`.
         importance: channel names, and one value for each.
@@ -160,7 +160,7 @@ def draw_subjects(rows: Rows, best: float | None = None) -> Any:
         .mark_bar(color="#bbbbbb", opacity=0.7, size=min(30, 0.7 * _WIDTH / len(first_rows)))
         .encode(
             x=x,
-            y=alt.Y("chance_low:Q", title="Pearson r (grey: 5 % to 95 % of r by chance)"),
+            y=alt.Y("chance_low:Q", title="Pearson r (grey: 5 % to 95 % by chance, first decoder)"),
             y2="chance_high:Q",
         )
     )
@@ -178,7 +178,7 @@ def draw_subjects(rows: Rows, best: float | None = None) -> Any:
     if best is not None:
         line = alt.Chart(alt.Data(values=[{"r": best}])).mark_rule(strokeDash=[6, 4])
         layers.append(line.encode(y="r:Q"))
-    dashed = "" if best is None else f"; dashed: best achievable, {best:.3f}"
+    dashed = "" if best is None else f"; dashed: upper bound, {best:.3f}"
     return alt.layer(*layers).properties(
         width=_WIDTH, height=260, title=f"Correlation with the envelope, by subject{dashed}"
     )

@@ -92,7 +92,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class SubjectScore:
-    """Score of one subject: unweighted means over recordings, averaged as Fisher's z."""
+    """Score of one subject; `r` and `r_other` are means over recordings, averaged as Fisher's z."""
 
     subject: str
     recordings: int
@@ -415,7 +415,7 @@ def _check_signals(recording: Recording, prediction: NDArray[Any], settings: Set
 
 
 def scores_table(decoders: Mapping[str, EnvelopeScores], best: float | None = None) -> str:
-    """Return a table with one line per decoder, compared with the best achievable r if known."""
+    """Return a table with one line per decoder, compared with the upper bound on r if known."""
     head = ["", "r [95 %]", "median", "std", "chance ≤", "p", "p ≤ 0.05"]
     two_speakers = any(scores.summary.attended is not None for scores in decoders.values())
     head += [f"match {_seconds(decoders)}"] + ["r other", "attended"] * two_speakers
@@ -426,12 +426,13 @@ def scores_table(decoders: Mapping[str, EnvelopeScores], best: float | None = No
     ]
     lines = columns([head, *rows])
     if best is not None:
-        lines.append(f"best achievable r: {best:.3f}")
+        lines.append(f"best: {best:.3f}, an upper bound on the r of any decoder")
     first = next(iter(decoders.values())).summary
     lines.append(
         f"{counted(first.subjects, 'subjects')}, {counted(first.recordings, 'recordings')}; "
         "r: mean by Fisher's z over subjects, with its t interval; chance: 95 of 100 means with "
-        "mismatched envelopes are below"
+        "mismatched envelopes are below; p ≤ 0.05: subjects; match: right choices between the "
+        "envelope of a window and a wrong one"
     )
     return "\n".join(lines)
 

@@ -1,7 +1,8 @@
 """Reading of untrusted YAML: bounded in size, depth and aliases, with one-line errors.
 
-Recipes, comparisons, the values of --set and the recipe.yaml of runs are read here. The result has
-only texts, numbers, booleans, null, lists and mappings, and every key of a mapping is a text.
+Recipes, comparisons, groups, the values of --set and the recipe.yaml of runs are read here. The
+result has only texts, numbers, booleans, null, lists and mappings, and every key of a mapping is a
+text.
 """
 
 import math

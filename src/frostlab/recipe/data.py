@@ -1,7 +1,8 @@
 """Data sections of a recipe: text, tokens or EEG, and tokenizers that turn text into tokens.
 
-Each kind of data is a class in the union `Data`; `data.name` chooses the class. The class defines
-the task, and checks for contradictory settings. `LOADERS` holds the data that users registered.
+Each kind of data is a class in the union `Data`; `data.name` chooses the class. Only the task
+of text can be set. A class checks for contradictory settings. `LOADERS` holds the data that users
+registered.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -89,7 +90,8 @@ class Docstrings(Corpus):
     """The docstrings of installed scientific packages, so that nothing is downloaded."""
 
     name: Literal["docstrings", "docstrings-pairs"] = "docstrings"
-    # maximum number of docstrings per package, over all splits; each split has at least two
+    # maximum number of docstrings per package, over all splits; each split has at least two,
+    # or three for three classes of pairs
     per_package: Positive = 1500
     # packages to tell apart, or for pairs 2 or 3 (also bodies from another package); null: all, 2
     classes: Annotated[int, Field(ge=2, le=4)] | None = None
@@ -219,7 +221,7 @@ class EEGData(DataSettings):
 
 
 class SimulatedEEG(EEGData):
-    """Simulated recordings, for which the best possible decoder is known."""
+    """Simulated recordings, for which an upper bound on any decoder's correlation is known."""
 
     name: Literal["eeg-simulated"]
     subjects: Positive = 8
@@ -249,10 +251,10 @@ class SimulatedEEG(EEGData):
             )
         if self.rate < 32:
             raise ValueError(f"rate {self.rate:g} Hz is too low for speech rhythm; 32 is the least")
-        # best_r is the correlation of the best decoder, computed on a frequency grid that is too
-        # coarse for higher rates.
+        # best_r, the upper bound on any decoder's correlation, is computed on a frequency grid that
+        # is too coarse for higher rates.
         if self.rate > 512:
-            raise ValueError(f"rate {self.rate:g} Hz is too high to know best_r; 512 is the most")
+            raise ValueError(f"rate {self.rate:g} Hz is too high to simulate; 512 is the most")
         if round(self.seconds * self.rate) < self.length:
             raise ValueError(
                 f"seconds {self.seconds:g} at {self.rate:g} Hz are "
@@ -296,7 +298,8 @@ class MatlabEEG(RecordedEEG):
 
     name: Literal["eeg-matlab"]
     path: str = "eeg_cocktail"
-    # number, from 1, of each subject's recording for report; the next one is for tune
+    # number, from 1, of each subject's recording for report; the next one, or after the last one
+    # the first, is for tune
     held_out: Positive = 1
     band: tuple[Rate, Rate] | None = (1.0, 9.0)
     reference: Literal["average", "mastoids", "none"] = "average"
@@ -336,7 +339,7 @@ Data = Annotated[
 KINDS: tuple[type[DataSettings], ...] = tuple(
     get_args(member)[0] for member in get_args(get_args(Data)[0])
 )
-# simulated data.name → the data.name that replaces it if a recipe or setting adds only data.path.
+# simulated data.name → the data.name that replaces it if data.path is set without data.name.
 RECORDED = {"eeg-simulated": "eeg-challenge"}
 
 

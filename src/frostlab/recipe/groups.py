@@ -1,10 +1,11 @@
 """Groups of experiments: which recipes belong together, and how they are compared.
 
 A group is a YAML file. Its experiments are recipes, in the order in which to run them, each with
-the numbers that the sources reported. `published` holds the comparisons that the sources made,
-whose arms are experiments; `fair` holds comparisons that ask the same questions with arms that
-differ only in what is compared. `further` holds other data on which the models are evaluated, and
-`interactions` questions about two of the comparisons.
+the numbers that the sources, the papers or scripts they repeat, reported. `published` holds the
+comparisons that the sources made, whose arms (the alternatives that are compared) are experiments;
+`fair` holds comparisons that ask the same questions with arms that differ only in what is compared.
+`further` holds other data on which the models are evaluated, and `interactions` questions about two
+of the comparisons.
 """
 
 import json

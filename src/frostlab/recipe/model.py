@@ -79,7 +79,10 @@ class DecoderModel(ModelSettings):
         if self.width % self.heads:
             yield f"model.width {self.width} is not a multiple of model.heads {self.heads}"
         if self.width % (2 * self.heads):
-            yield f"model.width {self.width} gives {self.heads} heads of odd size"
+            yield (
+                f"model.width {self.width} gives heads of odd size; rotary positions need an even "
+                f"one; use a multiple of {2 * self.heads}"
+            )
 
 
 class PretrainedModel(ModelSettings):

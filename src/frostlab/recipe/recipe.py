@@ -38,7 +38,9 @@ class Add(Strict):
     """Layers to add before a stage: their number, position and initial weights."""
 
     layers: Layers = 1
+    # a number: index of the first new layer
     at: Literal["top", "bottom"] | Annotated[int, Field(ge=0, le=1000)] = "top"
+    # identity: the model's outputs stay the same at first; copy: of the neighbouring layer
     init: Literal["identity", "random", "copy"] = "random"
 
 
@@ -81,11 +83,11 @@ def _data_problems(recipe: "Recipe") -> Iterator[str]:
         yield "tokenizer.also names tune, but splits: published has train and report only"
     batching = recipe.train.batching
     if data.form == "signals" and batching in ("packed", "fixed"):
-        yield f"train.batching {batching} is for text; windows of signals are all of one length"
+        yield f"train.batching {batching} is for tokens; data.name {data.name} is EEG: use bucketed"
     if batching == "fixed" and recipe.train.cache_prefix is not None:
-        yield "train.batching fixed pads examples, and train.cache_prefix packs them"
+        yield "train.batching fixed pads, and train.cache_prefix packs; set one to its default"
     if data.form == "signals" and recipe.train.cache_prefix is not None:
-        yield "train.cache_prefix is for text; windows of signals are redrawn every epoch"
+        yield f"train.cache_prefix is for tokens; data.name {data.name} is EEG; set it to null"
 
 
 def _model_problems(recipe: "Recipe") -> Iterator[str]:
@@ -151,7 +153,7 @@ class Recipe(Strict):
 
     about: str = ""
     data: Data = Docstrings()
-    tokenizer: Tokenizer | None = None  # null: the pretrained model's, else BPE
+    tokenizer: Tokenizer | None = None  # null: the pretrained model's, else BPE; none without text
     model: Model = GPTModel(kind="gpt")
     loss: EnvelopeLoss | None = None  # null: cross-entropy; for envelopes mse-pearson
     treatment: TreatmentName | Treatment = "none"

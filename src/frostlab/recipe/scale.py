@@ -1,8 +1,9 @@
 """Scales: the rule that makes a recipe smaller, so that any experiment can be tried on 2 cores.
 
 A scaled recipe keeps its data set, number of layers, stages, treatment and learning rates. It has
-fewer and shorter examples, a smaller vocabulary and batch, fewer steps and narrower layers. A run
-takes seconds at the scale tiny and minutes at the scale small. Pretrained models keep their size.
+fewer and shorter examples, a smaller vocabulary and batch, fewer steps and narrower layers, where
+these were larger. A run takes seconds at the scale tiny and minutes at the scale small, or longer
+with a pretrained model, which keeps its size, or if a large data set must be read.
 """
 
 import copy

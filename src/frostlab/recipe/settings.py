@@ -75,8 +75,10 @@ class Train(Strict):
     drop_last: bool = False  # leave out the examples of an epoch that do not fill a batch
     epochs: Positive | None = None
     steps: Positive | None = None
+    # padded: to the longest example of a batch; bucketed: so, with examples of similar length in a
+    # batch; fixed: to data.length; packed: several examples share a row, without padding
     batching: Literal["bucketed", "packed", "padded", "fixed"] = "bucketed"
-    step: StepKind = "auto"  # auto: captured if possible (CUDA, one process), else eager
+    step: StepKind = "auto"  # captured: as CUDA graphs; auto: captured if possible, else eager
     # where to cache the outputs of the frozen first layers; null: not at all
     cache_prefix: Literal["memory", "disk"] | None = None
     cache_gb: Annotated[float, Field(gt=0, le=1e6)] = 16.0  # maximum size of that cache, in GB
@@ -86,8 +88,8 @@ class Train(Strict):
     threads: Annotated[int, Field(gt=0, le=4096)] | None = None
     processes: Positive | None = None  # required number of processes; null: any
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    # steps between checkpoints; null: after every evaluation. The best evaluation so far always
-    # leads to a checkpoint.
+    # steps between checkpoints; null: after every evaluation. An evaluation that is the best so far
+    # is always followed by a checkpoint.
     checkpoint: Positive | None = None
     # weights in every checkpoint; trainable: the frozen ones are stored once per stage
     checkpoint_what: Literal["trainable", "all"] = "trainable"

@@ -31,7 +31,7 @@ class Orthogonalize(Strict):
     method: Literal["orthogonalize"]
     select: Selections
     scope: Literal["head", "matrix"] = "head"
-    source: Literal["weights", "gaussian"] = "weights"  # gaussian: a random draw
+    source: Literal["weights", "gaussian"] = "weights"  # matrix that is made orthonormal
 
     @property
     def description(self) -> str:
@@ -89,7 +89,7 @@ class RegisteredChange(Strict):
 
 
 class LowRank(Strict):
-    """LoRA: a trainable low-rank product added to each projection; DoRA also trains magnitudes."""
+    """LoRA: a trainable low-rank product added to projections; DoRA also trains magnitudes."""
 
     method: Literal["lora", "dora"]
     select: Selections = ("query", "value")
@@ -99,7 +99,7 @@ class LowRank(Strict):
 
 
 class Scales(Strict):
-    """IA³: a trainable factor per output of a projection, or per input of a down-projection."""
+    """IA³: a trainable factor per output of a selected projection, or per input of `down`."""
 
     method: Literal["ia3"]
     select: Selections = ("key", "value", "down")

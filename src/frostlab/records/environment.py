@@ -1,7 +1,7 @@
 """The environment of a run: GPU, host, libraries, frostlab's own code, and command.
 
-Recording it starts no other program, and reads nothing from the current folder: a repository
-there could name programs that git would run.
+Recording it starts no other program, not even git: a repository could name programs that git would
+run.
 """
 
 import hashlib

@@ -475,7 +475,7 @@ def read_environment(folder: Path, name: str = "environment.json") -> dict[str, 
 
 SCORES = "scores.json"
 SPLITS = {  # the reported splits of EEG recordings
-    "report": "other recordings of subjects trained on",
+    "report": "held-out EEG of subjects trained on",
     "unseen": "subjects not trained on",
 }
 REPORTED = tuple(SPLITS)
@@ -488,7 +488,7 @@ def scores_file(
     reference_scores: Mapping[str, float],
     caution: str | None = None,
 ) -> Any:
-    """Return the content of scores.json: scores by split and decoder, and the best achievable r."""
+    """Return the content of scores.json: scores by split and decoder, and the bounds on r."""
     from frostlab.envelopes.challenge import challenge_scores
 
     return {
@@ -510,7 +510,7 @@ class ScoresFile:
     """The contents of scores.json."""
 
     schema: int
-    best: dict[str, float]  # split → the best achievable r
+    best: dict[str, float]  # split → an upper bound on any decoder's r
     splits: dict[str, dict[str, Any]]  # split → decoder → its scores
     challenge: dict[str, Any]  # decoder → its `ChallengeScore`
     caution: str | None = None  # a warning about the scores
@@ -522,7 +522,7 @@ def read_scores(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def best_scores(folder: Path) -> dict[str, float]:
-    """Return the best achievable r by split, from scores.json."""
+    """Return the upper bound on any decoder's r by split, from scores.json."""
     return _read_scores(folder)[1]
 
 

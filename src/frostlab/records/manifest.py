@@ -1,7 +1,8 @@
-"""Manifests: the checksums of all files of a finished run or comparison, to find later changes.
+"""Manifests: the checksums of the files of a finished run or comparison, to find later changes.
 
 A manifest has the form of `storage.seal`. A folder inside that has a manifest or checksums of its
-own, such as a comparison's run or a run's checkpoint, is represented by that file alone. Locks are
+own, such as a comparison's run or a run's checkpoint, is represented by that file alone. A run that
+has diverged counts as finished here. Locks are
 left out, and so are notes, tags and files that other commands add to a finished run. A comparison
 of runs that had ended before lists the manifests of these runs, by paths that begin with `..`.
 """

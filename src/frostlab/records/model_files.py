@@ -1,7 +1,8 @@
-"""The files from which a run's model and tokenizer are loaded, without its data or the cache.
+"""The files from which a run's model is built and its tokenizer loaded, without data or cache.
 
 `model/` holds inputs.json and, for a Hugging Face model, its config.json; `tokenizer/` is a folder
-that transformers can load. Both have checksums, so that a changed file is refused.
+that transformers can load. Both have checksums, so that a changed file is refused. The weights are
+in checkpoints.
 """
 
 import json
@@ -103,7 +104,7 @@ def read_inputs(folder: Path) -> ModelInputs:
 
 
 def build_stored(recipe: Recipe, folder: Path) -> nn.Module:
-    """Build the untreated model of a run's folder on the CPU, without the run's weights.
+    """Build a run's model on the CPU, without its treatment and its trained weights.
 
     A model with Python code of its own is built from its source, because the code is not copied.
     """

@@ -305,7 +305,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that are equal in some keys, such as the seeds of one arm."""
+    """Runs that are equal in some keys, such as runs that differ only in the seed."""
 
     keys: dict[str, Any]  # key → the value that all runs of the group have
     runs: tuple[Summary, ...]
@@ -318,7 +318,7 @@ class Group:
 
 
 def group_keys(runs: Sequence[Summary], text: str) -> list[str]:
-    """Return the keys of `--group`; `-seed` stands for all keys that differ, except the seed."""
+    """Return the keys of `--group`; with a minus, as in `-seed`, all others that differ."""
     parts = listed(text)
     if not parts:
         raise BadInput("--group is empty; e.g. --group -seed, or --group treatment,optim.lr")

@@ -92,14 +92,14 @@ class Clocks:
     data_overlapped_seconds: float  # s that are in both `data_seconds` and `train_seconds`
     checkpoint_seconds: float  # s of writing checkpoints and of changing to the next stage
     setup_seconds: float  # s of building and compiling the training step; not part of the total
-    epoch_seconds: list[float]  # s of training alone, one number per epoch
+    epoch_seconds: list[float]  # s of training alone, one number per complete epoch
     step_ms: StepTimes | None  # null if no step came after warm-up
     warmup_ms: list[float]  # ms of each warm-up step
     tokens: int  # real tokens (EEG: samples) that were trained on
     tokens_per_second: float | None  # `tokens` per second of `train_seconds`
     examples_per_second: float | None  # examples per second of `train_seconds`
     padding_share: float | None  # padding as a share of the model's input, 0 to 1
-    packing_efficiency: float | None  # real tokens as a share of packed rows; null without packing
+    packing_efficiency: float | None  # 1 - padding_share; null if nothing was packed
 
 
 @dataclass(frozen=True)
@@ -236,12 +236,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Digests:
-    """digests.json: digests of a run's initial state, by which two runs can be compared."""
+    """digests.json: digests of a run's initial state, after the treatment, to compare two runs."""
 
     data: str  # digest of the prepared data
     source: str | None  # digest of the files of pretrained weights; null if weights are drawn
     revision: str | None  # the hub's commit of these files; null if they are not from the hub
-    weights: dict[str, str]  # digest of every part of the treated model, by key
+    weights: dict[str, str]  # digest of each part (a tensor, or the rows of a role in it), by key
     touched: list[str]  # keys of the parts to which the treatment gave new values
     frozen: dict[str, str]  # digest of every frozen tensor, by name
 
@@ -315,7 +315,7 @@ class StartEvent(_Conditions, Event):
     model: str  # `model.kind` of the recipe
     origin: dict[str, str]  # split → its source, and the examples that were held out or dropped
     caution: str | None  # a warning about the reported numbers
-    known: dict[str, float | None]  # reference values, such as the best achievable r
+    known: dict[str, float | None]  # reference values, such as chance, or a bound on r
 
 
 @dataclass(frozen=True)
@@ -444,13 +444,13 @@ class EndEvent(Event):
 
 @dataclass(frozen=True)
 class FlowPart:
-    """A part of a watched model: all tensors of one role in one layer, or outside the layers."""
+    """A part of a watched model: the tensors of one role, such as query, in a layer or outside."""
 
     name: str  # such as layers[0].query
     peers: str  # parts with the same value have the same role
     stack: str  # stack of layers, such as the encoder; "" if the model has only one
     layer: int | None  # number in the stack, counted from 0; null if in no layer or in several
-    state: str  # trainable, frozen or fixed
+    state: str  # trainable, frozen, or fixed (never trained in this architecture)
     tensors: list[str]  # names of its tensors
     learning: list[str]  # tensors that require a gradient
     missing: list[str]  # trainable tensors that the optimizer does not hold
@@ -481,7 +481,7 @@ class FlowPartsEvent(Event):
     every: int  # number of steps from one measured step to the next
     groups: list[FlowGroup]  # parameter groups of the optimizer
     parts: list[FlowPart]  # parts of the model
-    front: list[str]  # tensors that the `ranges` of a flow event refer to
+    front: list[str]  # trainable tensors of the first two layers, in the order of `ranges`
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ def _data(data: DataRecord) -> list[str]:
         (name, [getattr(split, key) for split in splits.values()]) for key, name in _COUNTS.items()
     ]
     rows[2:2] = [  # after the examples and the rows read
-        ("carved for other splits", [sum(split.carved.values()) for split in splits.values()]),
+        ("moved to other splits", [sum(split.carved.values()) for split in splits.values()]),
         ("dropped", [sum(split.dropped.values()) for split in splits.values()]),
     ]
     rows += [
@@ -238,7 +238,7 @@ def _remarks(data: DataRecord) -> Iterator[str]:
         yield f"{', '.join(names)}: {source}"
     for name, split in data.splits.items():
         if split.carved_from is not None:
-            yield f"{name}: carved from {split.carved_from}, {split.note}"
+            yield f"{name}: taken from {split.carved_from}, {split.note}"
         for reason, count in split.dropped.items():
             yield f"{name}: {count:,} dropped, {reason}"
 

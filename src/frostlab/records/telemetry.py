@@ -268,7 +268,7 @@ class Watched:
     telemetry: dict[str, Any]
 
     def notes(self) -> list[str]:
-        """Describe the load of other processes; empty if the machine was otherwise idle."""
+        """Describe the load of other processes; empty if it was small."""
         notes = []
         if self.cores_of_others is not None and self.cores_of_others > _BUSY:
             notes.append(

@@ -114,7 +114,7 @@ def load_undivided(
     data_dir: Path | None,
     cache: Path,
 ) -> dict[str, Windows]:
-    """Return all recordings of a folder as windows, for a model that was trained elsewhere.
+    """Return all recordings of a folder as windows, to evaluate a trained model.
 
     `report` has the recordings of `subjects`, which the model was trained on, and `unseen` the
     others. All recordings must have the model's `channels`.

@@ -144,10 +144,13 @@ def resample(x: Array, rate: float, wanted: float, name: str) -> Array:
     if rate == wanted:
         return x
     if rate < wanted:
-        raise BadInput(f"{name} is at {rate:g} Hz and data.rate is {wanted:g} Hz; set it lower")
+        raise BadInput(f"{name} is at {rate:g} Hz; set data.rate, {wanted:g} Hz, to that or less")
     ratio = Fraction(wanted / rate).limit_denominator(1000)
     if abs(float(ratio) * rate - wanted) > 1e-6 * wanted:
-        raise BadInput(f"{name} is at {rate:g} Hz, which has no simple ratio to {wanted:g} Hz")
+        raise BadInput(
+            f"{name} is at {rate:g} Hz, which has no simple ratio to data.rate {wanted:g} Hz; "
+            f"e.g. {rate / 2:g} has"
+        )
     lowered: Array = signal.resample_poly(
         x, ratio.numerator, ratio.denominator, axis=0, padtype="line"
     )

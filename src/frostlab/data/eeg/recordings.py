@@ -22,7 +22,7 @@ from frostlab.storage import digest_of
 
 Signal = NDArray[np.float32]
 Starts = NDArray[np.int64]  # (windows, 2): index of the recording, first sample in the recording
-ROLES = ("train", "tune", "report", "unseen")  # splits; unseen has subjects that are not in train
+ROLES = ("train", "tune", "report", "unseen")  # splits, see data.eeg.splits
 VALUES = 1 << 28  # the most values of a recording: 64 channels at 1 kHz for more than an hour
 UNSEEN = -1  # marks subjects that are not in train, and so have no row in the subject embedding
 
@@ -49,7 +49,7 @@ class Recordings:
     channels: tuple[str, ...]
     splits: dict[str, tuple[Recording, ...]]  # by role; unseen only if subjects are held out
     subjects: tuple[str, ...]  # subjects in train, in the order of the subject embedding's rows
-    known: dict[str, float]  # reference scores, such as best_r, the best achievable correlation
+    known: dict[str, float]  # reference scores, such as best_r, a bound on any decoder's r
     origin: dict[str, str]  # by role: where the recordings come from
     caution: str | None  # a warning to show with every score
     digest: str

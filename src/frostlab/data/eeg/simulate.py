@@ -68,7 +68,7 @@ class Head:
 
 
 def write_simulated(data: SimulatedEEG, folder: Path) -> None:
-    """Draw all subjects and recordings, and store them with the best achievable r."""
+    """Draw all subjects and recordings, and store them with the bounds on r."""
     store = Store(folder)
     samples = round(data.seconds * data.rate)
     roles = ["train"] * (data.recordings - data.tune - data.report)

@@ -1,6 +1,8 @@
 """Splits of recordings: whole files and whole subjects are held out, never single windows.
 
-A file holds a recording or, if the folder has val_ or test_ files, a part of one.
+A file holds a recording or, if the folder has val_ or test_ files, a part of one. The roles of
+splits are train, tune (to select checkpoints), report (for the final scores) and unseen (for the
+scores of subjects that are not in train).
 """
 
 from collections import Counter
