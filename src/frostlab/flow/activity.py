@@ -1,5 +1,7 @@
 """Measurement of activations in the forward pass: dead units, saturation, attention entropy.
 
+A measured training step is a report; `Activity` adds its measurements to the step's `Report`.
+
 Units are measured at the output of the modules in `ONE_SIDED` and `BOUNDED` and, if the
 architecture is known, at the input of every feed-forward network's last projection (role `down`).
 Functions such as F.relu are not measured elsewhere. Attention is measured where the model calls

@@ -1,4 +1,4 @@
-"""Heat maps and line charts of a flow.
+"""Heat maps and line charts of a flow: the reports of a run, one for each measured step.
 
 A heat map is first computed as a `Grid` of cells, which can also be shown as text. Drawing it, or
 a line chart, uses altair and needs `frostlab[report]`.
@@ -193,7 +193,10 @@ def norm_svg(flow: "Flow") -> Markup:
 
 
 def front_svg(flow: "Flow") -> Markup | None:
-    """Draw the front/output gradient ratio by step; None if no ratio is finite and positive."""
+    """Draw the gradient ratio of the first two layers to the head by step.
+
+    The result is None if no ratio is finite and positive.
+    """
     alt, _ = require_drawing(_PURPOSE)
     points = _points(front_ratios(flow.reports))
     if not points:

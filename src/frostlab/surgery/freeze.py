@@ -2,7 +2,8 @@
 
 Each call sets the state of every parameter, so the result does not depend on earlier calls. A
 fused projection with both frozen and trainable rows is split into separate parameters. A frozen
-BatchNorm keeps its running statistics.
+BatchNorm keeps its running statistics. A fixed part, such as a table of sinusoids, is one that the
+architecture never trains.
 """
 
 import warnings
