@@ -50,7 +50,7 @@ _NOTABLE = {  # further verdicts that a summary mentions, with their verbs
     ),
     UNKNOWN: ("is not known yet", "are not known yet"),
 }
-_TOO_EARLY = "only one step has been measured; verdicts need two"
+_TOO_EARLY = "only one step has been measured; most verdicts need two"
 _MOST_NAMES = 5  # maximum number of parts that a sentence names
 _DEPTHS = ("front", "back", "output")
 

@@ -96,7 +96,7 @@ def _depth_lines(flow: "Flow") -> list[str]:
     text += f"; back/output {ratios.back_ratio:.3g}"
     if not math.isnan(ratios.weight_change):
         text += f"; front weight change {ratios.weight_change:.4f}{wanted['weight_change']}"
-    return ["", text]
+    return ["", "front: the first two layers; back: the last two; output: the head", text]
 
 
 def _is_alarming(flow: "Flow") -> bool:
