@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from frostlab.flow.measurements import Flow
 
 
-# kinds of cells
+# kinds of cells; FROZEN: the part was not trainable, or not in the model yet, at that step
 NUMBER, ZERO, UNREACHED, FROZEN, BROKEN = "number", "zero", "unreached", "frozen", "broken"
 SIGNS = {ZERO: "0", UNREACHED: "-", FROZEN: "·", BROKEN: "!"}
 MEANINGS = {

@@ -281,7 +281,7 @@ def _broken(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | Non
 
 
 def _left_out(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
-    """Judge a part with learning rate 0, or with a tensor that has no optimizer or no gradient."""
+    """Judge a part with learning rate 0, or with a tensor without an optimizer or a gradient."""
     if part.missing:
         return PartVerdict(
             STILL,

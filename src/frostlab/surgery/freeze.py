@@ -308,7 +308,9 @@ def refuse_wrapped(model: nn.Module, verb: str) -> None:
     for path, module in model.named_modules():
         if kind := _wrapper(module):
             where = f"its `{path}`" if path else "the model"
-            raise BadInput(f"{verb}: {where} is already wrapped ({kind}); {verb} before wrapping")
+            raise BadInput(
+                f"{verb}: {where} is already wrapped ({kind}); unwrap it, or {verb} before wrapping"
+            )
 
 
 def _wrapper(module: nn.Module) -> str:
