@@ -308,7 +308,7 @@ def test_the_sentence_names_what_is_wrong(runs: Path) -> None:
     early = Flow("GPT", "AdamW")
     early.parts, early.groups = flow.parts, flow.groups
     early.reports.append(flow.reports[0])
-    assert sentence_of(early).startswith("only one step has been measured; verdicts need two")
+    assert sentence_of(early).startswith("only one step has been measured; most verdicts need two")
     flow.moved = ("layers[0].query",)
     assert sentence_of(flow) == (
         "1 of 18 parts moved though it is frozen: layers[0].query; 1 is frozen on purpose"

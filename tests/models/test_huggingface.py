@@ -126,7 +126,7 @@ def test_a_conversion_draws_no_random_numbers() -> None:
         (lambda: gpt(causal=False), "GPT-2 is causal, but model.causal is false"),
         (
             lambda: gpt(qk_norm=True),
-            "no model of transformers like GPT-2 can express model.qk_norm",
+            "neither GPT-2 nor MegatronBERT can express model.qk_norm",
         ),
         (lambda: gpt(qk_norm=True, classes=2), "can express model.qk_norm true"),
         (lambda: decoder(norm="after", qk_norm=True), "Qwen3 cannot express model.norm after"),

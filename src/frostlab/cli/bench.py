@@ -45,7 +45,7 @@ def bench(
         typer.Option(metavar="FILE", help="Append every result to this file, as a line of JSON."),
     ] = None,
 ) -> None:
-    """Time frostlab's training steps against other training loops, and show the device's limit."""
+    """Time frostlab's training steps against other loops, and against the device's peak speed."""
     benchmarks = chosen(names or [])
     if only_list:
         rows = [

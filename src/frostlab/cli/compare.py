@@ -60,7 +60,7 @@ def compare(
         bool,
         typer.Option(
             "--as-published",
-            help="Compare a group as the sources ran its experiments; verdicts may be confounded.",
+            help="Compare a group as the published studies ran it; verdicts may be confounded.",
         ),
     ] = False,
     only: Annotated[
@@ -117,7 +117,7 @@ def compare(
         bool,
         typer.Option(
             "--assay",
-            help="Also train the baseline with half its steps, a harm that must be found.",
+            help="Also train the baseline with half its steps, to show that a harm is found.",
         ),
     ] = False,
     settings: Settings = None,

@@ -1,4 +1,8 @@
-"""`frostlab diagnose`: report which parts of a model do not learn, for a run or a recipe."""
+"""`frostlab diagnose`: report which parts of a model do not learn, for a run or a recipe.
+
+A part is all tensors of one role, such as query, in one layer. A flow holds the measurements of a
+stage of a run.
+"""
 
 import json
 from pathlib import Path
@@ -77,7 +81,7 @@ def diagnose(
     first, for --epochs or --steps, and also judged by its targets: its
     evaluate.target, and for EEG the validation correlation, the gradient of the
     first layers and the change of their weights. For EEG, diagnose also shows the
-    norm of the gradient and, if something is wrong, what the source advises.
+    norm of the gradient and, if something is wrong, what the original study advises.
 
     The exit code is 1 if a part that is not frozen does not learn or explodes, if a
     frozen part moved, if the run diverged, or if a recipe misses a target.
@@ -228,7 +232,7 @@ def _show(
     if targets:
         echo(f"\n{targets_table(targets)}")
     if hints is not None and hints.lines:
-        echo("\nrules of thumb of the EEG source; they do not decide:")
+        echo("\nrules of thumb of the EEG study (the source); they do not decide the outcome:")
         for line in hints.lines:
             echo("\n".join(wrapped(plain(f"  {line}"), width)))
 

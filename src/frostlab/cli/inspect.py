@@ -1,4 +1,8 @@
-"""`frostlab inspect`: show the parts of a model, given directly or by a recipe."""
+"""`frostlab inspect`: show the parts of a model, given directly or by a recipe.
+
+A part is a parameter, or the rows of a fused parameter with one role, such as query. A model's
+anatomy is the list of its parts.
+"""
 
 import json
 from typing import TYPE_CHECKING, Annotated, Any

@@ -59,7 +59,8 @@ def commands(
 ) -> None:
     """Freeze or change parts of a transformer, train it, and measure what that changes.
 
-    Exit codes: 0 success; 1 failure, or a fault found by diagnose or verify; 2 bad input.
+    Exit codes: 0 success; 1 failure, or a fault found by diagnose, verify or data check;
+    2 bad input.
     """
 
 

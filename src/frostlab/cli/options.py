@@ -66,8 +66,8 @@ ScaleOption = Annotated[
     str | None,
     typer.Option(
         "--scale", metavar="tiny|small|full",
-        help="Fewer examples, fewer steps and narrower layers; on 2 cores, a run takes seconds "
-        "(tiny) or minutes (small).",
+        help="Fewer examples, fewer steps and, unless pretrained, narrower layers: on 2 cores, a "
+        "run takes seconds (tiny) or minutes (small). full: the recipe's own sizes.",
     ),
 ]  # fmt: skip
 StandIn = Annotated[

@@ -320,7 +320,10 @@ def tag(
     remove: Annotated[bool, typer.Option("--remove", help="Remove the tag instead.")] = False,
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Tag a run or a comparison; `runs --where tag=TAG` finds such runs, and `clean` keeps them."""
+    """Tag a run or a comparison; `runs --where tag=TAG` finds runs, and `clean` keeps tagged ones.
+
+    With its option --keep, `clean` keeps only runs with certain tags.
+    """
     from frostlab.records.annotations import add_tag, remove_tag
 
     folder = _find(run, runs)

@@ -199,8 +199,8 @@ def exits(
     """Measure the loss and the cost of a finished language model at every layer.
 
     Each layer is evaluated as if the model ended there, with the run's best
-    weights and on the report split. The results are also written to exits.json in
-    the run's folder.
+    weights and on the split of the run's results. They are also written to
+    exits.json in the run's folder.
     """
     from frostlab.records.index import find_run
 

@@ -41,7 +41,9 @@ def evaluate(
     split: Annotated[
         str | None,
         typer.Option(
-            metavar="SPLIT", help="report, tune or train; EEG: also unseen (default: report)."
+            metavar="SPLIT",
+            help="report (the split of the run's results), tune (the split for early stopping) or "
+            "train; EEG: also unseen (default: report).",
         ),
     ] = None,
     settings: Annotated[

@@ -1,10 +1,13 @@
 """Measurement of activations in the forward pass: dead units, saturation, attention entropy.
 
+A measured training step is a report; `Activity` adds its measurements to the step's `Report`.
+
 Units are measured at the output of the modules in `ONE_SIDED` and `BOUNDED` and, if the
 architecture is known, at the input of every feed-forward network's last projection (role `down`).
 Functions such as F.relu are not measured elsewhere. Attention is measured where the model calls
 F.scaled_dot_product_attention, or a softmax of a tensor with four axes, which are taken as (batch,
-heads, queries, keys). Attention inside nn.MultiheadAttention is not measured.
+heads, queries, keys). Attention inside nn.MultiheadAttention is not measured, nor that of packed
+sequences in half precision on a GPU, which calls the flash kernel directly.
 """
 
 import math

@@ -1,4 +1,8 @@
-"""Diagnosis of a run: a summary of its gradient flow, gradient ratios over depth, and targets."""
+"""Diagnosis of a run: a summary of its gradient flow, gradient ratios over depth, and targets.
+
+A flow holds the reports of a run, one for each measured step. A part is all tensors of one role,
+such as query, in one layer. The front is the first two layers, the output is the head.
+"""
 
 import math
 from collections.abc import Sequence
@@ -46,7 +50,7 @@ _NOTABLE = {  # further verdicts that a summary mentions, with their verbs
     ),
     UNKNOWN: ("is not known yet", "are not known yet"),
 }
-_TOO_EARLY = "only one step has been measured; verdicts need two"
+_TOO_EARLY = "only one step has been measured; most verdicts need two"
 _MOST_NAMES = 5  # maximum number of parts that a sentence names
 _DEPTHS = ("front", "back", "output")
 
@@ -282,7 +286,7 @@ class DepthRatios:
     """Gradient sizes of the first layers, the last layers and the head; NaN where unknown.
 
     `front` is the first two layers, `back` is the last two layers, `output` is the head. Each
-    value is the mean of max |g| over their parameters, at the last report. `weight_change` compares
+    value is the mean of max |g| over their tensors, at the last report. `weight_change` compares
     the range (max - min) of each front tensor at the first and the last report: it is the mean of
     |last - first| / first, without tensors whose first range is 0, and NaN for a single report.
     """

@@ -1,8 +1,8 @@
 """Rules of thumb of the EEG source: the norm of the gradient, and what to try if training fails.
 
-The source (docs/eeg.md) wants `Gradient/norm` steady within 1 and 10 and has advice for three
-troubles. Both are shown with the run's own numbers. They are no targets: a run does not fail by
-them.
+The source is the study whose Conformer docs/eeg.md repeats. It wants the norm of the whole gradient
+(`Gradient/norm`) steady within 1 and 10, and has advice for three troubles. Both are shown with the
+run's own numbers. They are no targets: a run does not fail by them.
 """
 
 import math
@@ -20,7 +20,7 @@ from frostlab.records.schema import StepEvent
 from frostlab.storage import finite
 
 LEAST_NORM, MOST_NORM = 1.0, 10.0  # the source's range of the gradient's norm
-STEADY = 0.95  # share of the steps within the range from which on it counts as steady
+STEADY = 0.95  # the norm is steady if at least this fraction of the steps is within the range
 _SCALE_NOTE = "Adam undoes a constant gradient scale, so do not expect much of the scale alone"
 
 Settings = dict[str, float | None]  # the run's values of the settings that the source changes

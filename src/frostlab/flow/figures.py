@@ -1,4 +1,4 @@
-"""Heat maps and line charts of a flow.
+"""Heat maps and line charts of a flow: the reports of a run, one for each measured step.
 
 A heat map is first computed as a `Grid` of cells, which can also be shown as text. Drawing it, or
 a line chart, uses altair and needs `frostlab[report]`.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from frostlab.flow.measurements import Flow
 
 
-# kinds of cells
+# kinds of cells; FROZEN: the part was not trainable, or not in the model yet, at that step
 NUMBER, ZERO, UNREACHED, FROZEN, BROKEN = "number", "zero", "unreached", "frozen", "broken"
 SIGNS = {ZERO: "0", UNREACHED: "-", FROZEN: "·", BROKEN: "!"}
 MEANINGS = {

@@ -1,6 +1,7 @@
 """Verdicts on the parts of a model, such as "not learning", and the rules that decide them.
 
-They follow from a `Flow`: a series of reports, each of which measured one training step.
+They follow from a `Flow`: a series of reports, each of which measured one training step. A part is
+all tensors of one role, such as query, in one layer.
 """
 
 import math
@@ -30,7 +31,8 @@ class Rules:
 
     A ratio is |update| / |weight| without the contribution of weight decay, scaled to the highest
     learning rate that the part has had. A part's ratio and gradient are medians over the last
-    reports. Peers are the other parts with the same role.
+    reports. Peers are the other parts with the same role or, in an unknown architecture, with the
+    same module path but for numbers.
     """
 
     window: int = 5  # number of last reports that are judged
@@ -279,7 +281,7 @@ def _broken(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | Non
 
 
 def _left_out(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
-    """Judge a part with learning rate 0, or with a tensor that has no optimizer or no gradient."""
+    """Judge a part with learning rate 0, or with a tensor without an optimizer or a gradient."""
     if part.missing:
         return PartVerdict(
             STILL,
@@ -307,7 +309,7 @@ def _decaying(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | N
             DECAYING,
             "its gradient is exactly zero, and the optimizer still moves it "
             f"by {recent.reports[-1].ratio(i):.1e} of its weights a step",
-            "a gradient mask does not stop weight decay: use fl.freeze instead",
+            "a gradient mask stops neither weight decay nor momentum: use fl.freeze instead",
         )
     return None
 
@@ -356,7 +358,7 @@ def _slow(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
     return PartVerdict(
         SLOW,
         f"a step moves it by {recent.ratios[i]:.1e} of its weights, "
-        f"{'the other parts' if alone else 'its peers'} by {median(compared):.1e}: {why}",
+        f"{'the other parts' if alone else 'parts like it'} by {median(compared):.1e}: {why}",
         hint,
     )
 

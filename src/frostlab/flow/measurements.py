@@ -54,7 +54,7 @@ class PartFacts:
     peers: str  # the role; in an unknown architecture, the module's path with `*` for numbers
     stack: str  # such as "encoder"; empty if the model has one stack, or outside the stacks
     layer: int | None  # index in the stack; None if no layer, or several, hold the part
-    state: str  # trainable, frozen or fixed
+    state: str  # trainable, frozen, or fixed: the architecture never trains it
     tensors: tuple[str, ...]
     learning: tuple[str, ...]  # tensors that require a gradient
     missing: tuple[str, ...]  # tensors that require a gradient and are in no optimizer
@@ -104,8 +104,9 @@ class Report:
     values: dict[str, tuple[float, ...]]
     rates: tuple[float, ...]  # learning rate of each group; NaN if the group has none
     unreached: tuple[str, ...] = ()  # trainable tensors whose gradient was None
-    largest: dict[str, float] = field(default_factory=dict)  # front, back, output → mean of max |g|
-    ranges: dict[str, float] = field(default_factory=dict)  # front tensor → max - min
+    # mean of max |g| of the front (first two layers), the back (last two) and the output (head)
+    largest: dict[str, float] = field(default_factory=dict)
+    ranges: dict[str, float] = field(default_factory=dict)  # tensor of the front → max - min
     broken: tuple[int, ...] = ()  # parts with a NaN or an infinity
     dead: dict[str, float] = field(default_factory=dict)  # module → dead fraction
     saturated: dict[str, float] = field(default_factory=dict)  # module → saturated fraction

@@ -3,7 +3,9 @@
 Once a `Probe` is built, its measurements neither synchronise with the device nor read a value, so
 they can be captured in a CUDA graph. Call `before_step` and `after_step` around the optimizer step.
 
-The front is the first two layers, the back the last two, and the output is the head.
+A measured step is a report. A part is all tensors of one role, such as query, in one layer
+(`frostlab.flow.tensors`). The front is the first two layers, the back the last two, and the output
+is the head.
 """
 
 from collections import Counter

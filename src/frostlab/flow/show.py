@@ -1,4 +1,7 @@
-"""Presentation of a flow: a table and a heat map in the terminal, and an HTML page."""
+"""Presentation of a flow: a table and a heat map in the terminal, and an HTML page.
+
+A flow holds the reports of a run, one for each measured step.
+"""
 
 import math
 from collections.abc import Sequence
@@ -93,7 +96,7 @@ def _depth_lines(flow: "Flow") -> list[str]:
     text += f"; back/output {ratios.back_ratio:.3g}"
     if not math.isnan(ratios.weight_change):
         text += f"; front weight change {ratios.weight_change:.4f}{wanted['weight_change']}"
-    return ["", text]
+    return ["", "front: the first two layers; back: the last two; output: the head", text]
 
 
 def _is_alarming(flow: "Flow") -> bool:
@@ -226,7 +229,7 @@ _PAGE = """
 {% if depth %}
 <h2>Front and output</h2>
 <p>The largest absolute gradient of a tensor, averaged over the first two layers, is
-<strong>{{ depth.front }}</strong> of the head's: <strong>{{ depth.word }}</strong>
+<strong>{{ depth.front }}</strong> times the head's: <strong>{{ depth.word }}</strong>
 {%- if alarm %} (above {{ wanted.front_ratio }} is wanted){% endif %}. For the last two layers, it
 is {{ depth.back }}.
 {% if depth.change %}
@@ -303,8 +306,9 @@ def _shown_depth(flow: "Flow") -> dict[str, str]:
 
 def _heat_key(flow: "Flow") -> str:
     key = (
-        "Rows are parts or layers; a column is a reported step or, with many reports, the median "
-        "of several, labelled with the last step. Brighter is larger; the colours "
+        "Rows are parts (all tensors of one role in a layer, or of one module) or whole layers; a "
+        "column is a measured step (a report) or, with many, the median of several, labelled with "
+        "the last. Brighter is larger; the colours "
         f"span at most {DECADES} powers of ten. Signs: · frozen, 0 zero, - no gradient, ! NaN or "
         "infinity. The numbers of the last report are in the table below."
     )

@@ -2,8 +2,9 @@
 
 A part is all tensors of one role in one layer, or of one role outside the layers; if the
 architecture is unknown, it is all tensors of one module. (A part in `frostlab.roles` is smaller: a
-single tensor.) A part consists of slices: a `ParameterSlice` is a whole parameter, or some rows of
-a fused parameter. If the parameter is sharded, the slice covers only this process's shard.
+parameter, or the rows of a fused parameter that have one role.) A part consists of slices: a
+`ParameterSlice` is a whole parameter, or some rows of a fused parameter. If the parameter is
+sharded, the slice covers only this process's shard.
 """
 
 import re
@@ -72,7 +73,7 @@ class _PlacedTensor:
     name: str
     place: Place
     parameter: nn.Parameter
-    state: str  # trainable, frozen or fixed
+    state: str  # trainable, frozen, or fixed: the architecture never trains it
     axis: int  # the axis of the rows
     rows: Rows | None  # the tensor's rows in `parameter`; None: all rows
     peers: str  # the role; in an unknown architecture, the module's path with `*` for numbers

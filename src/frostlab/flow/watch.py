@@ -1,6 +1,7 @@
 """Measurement of every n-th optimizer step, through optimizer hooks or calls by the loop.
 
-A `Probe` measures on the device, a `ReportQueue` copies the numbers to the host asynchronously, and
+A measured step gives a report, with numbers for each part (all tensors of one role in one layer). A
+`Probe` measures on the device, a `ReportQueue` copies the numbers to the host asynchronously, and
 `FrozenDigests` shows whether frozen weights changed.
 """
 
@@ -50,8 +51,8 @@ def watch(
     Args:
         model: the model to train.
         optimizer: the optimizer, or several optimizers in the order in which they step.
-        every_n_steps: the interval n: gradient, weight and update norms of every part are
-            measured at steps 1, 1 + n, 1 + 2n, …
+        every_n_steps: the interval n: gradient, weight and update norms of every trainable part
+            are measured at steps 1, 1 + n, 1 + 2n, …
         distance: measure the distance from the initial weights; keeps a copy of them.
         gradient_cosine: measure the cosine between the gradients of two successive measured steps;
             keeps a copy of the gradients.

@@ -13,8 +13,8 @@ QK_NORM_EPS = 1e-6
 class Packing:
     """The positions of N sequences packed into one row of T tokens.
 
-    Filler tokens after the last sequence complete the row. An empty sequence has no tokens and
-    stands for a missing example.
+    Filler tokens after the last sequence complete the row. A sequence may be empty: in a batch
+    with fewer than N examples, empty sequences take the place of the missing ones.
     """
 
     bounds: Tensor  # (N + 2,) int32: sequence i is bounds[i]:bounds[i + 1]; the last is filler
@@ -50,7 +50,7 @@ class Packing:
 class QKNorm(nn.Module):
     """RMSNorm of the queries and of the keys of every head, as in Qwen3.
 
-    Each has a gain per unit of a head, which all heads share.
+    Queries and keys each have a gain for every unit of a head; all heads share it.
     """
 
     def __init__(self, size: int, eps: float = QK_NORM_EPS) -> None:

@@ -3,7 +3,7 @@
 The layers follow Gulati et al. (2020). The config sets the head, the residual connection around
 the whole stack of layers, and the factor by which the gradient into the stack is scaled. The
 variant `published` has the layers, the channel attention, the subject projection and the initial
-weights of the code that the Conformer's authors published.
+weights of the code that the authors of this EEG decoder published.
 """
 
 import math
@@ -31,10 +31,10 @@ UNSEEN = -1  # index of a subject that was not in training
 
 @dataclass(frozen=True)
 class ConformerConfig:
-    """The shape of a Conformer; the defaults give v2 with frostlab's layers.
+    """The shape of a Conformer; the defaults give the authors' second version, v2.
 
-    v1 is `residual="none"`, `head="linear"`, `gradient_scale=1.0`. `variant="published"` gives the
-    layers of the published code.
+    Their first version, v1, is `residual="none"`, `head="linear"`, `gradient_scale=1.0`. Both have
+    frostlab's layers, or with `variant="published"` the layers of the authors' code.
     """
 
     channels: int = 64  # EEG channels
@@ -51,7 +51,8 @@ class ConformerConfig:
     head: Head = "mlp"
     norm: Norm = "batch"  # norm in the convolution module
     attention: Attending = "plain"  # plain: sinusoidal positions are added before the stack
-    unseen: Unseen = "mean"  # embedding of an unseen subject: the mean of all subjects, or zeros
+    # embedding of an unseen subject: the mean of all subjects, or zeros (published: the bias alone)
+    unseen: Unseen = "mean"
     variant: Variant = "frostlab"
 
     @property
@@ -180,8 +181,8 @@ def by_distance(scores: Tensor) -> Tensor:
 class Depthwise(nn.Conv1d):
     """A depthwise convolution along time over (B, T, width), without a transposed copy.
 
-    The input is viewed as a channels-last image of one row; the CUDA kernels for this format are
-    three times as fast as the kernels for (B, width, T).
+    The input is viewed as a channels-last image of one row, because the CUDA kernels for this
+    format are faster than the kernels for (B, width, T).
     """
 
     def __init__(self, width: int, kernel: int) -> None:

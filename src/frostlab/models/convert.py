@@ -47,8 +47,12 @@ def _pickled_files(folder: Path) -> list[Path]:
     others = [path for path in sorted(folder.iterdir()) if path.name.endswith(_SUFFIXES)]
     others = [path for path in others if path.name != "training_args.bin"]
     if len(others) != 1:
-        count = f"{len(others)} files" if others else "no file"
-        raise BadInput(f"{folder} has {count} with pickled weights ({', '.join(_SUFFIXES)})")
+        endings = f"with pickled weights ({', '.join(_SUFFIXES)})"
+        if not others:
+            raise BadInput(f"{folder} has no file {endings}")
+        raise BadInput(
+            f"{folder} has {len(others)} files {endings}; rename the right one to pytorch_model.bin"
+        )
     return others
 
 

@@ -1,4 +1,4 @@
-"""frostlab's own models as Hugging Face models with the same logits.
+"""frostlab's GPT and Decoder as Hugging Face models with the same logits.
 
 GPT for language → GPT-2 (`t`: transposed, because GPT-2 keeps matrices as (in, out)):
 
@@ -29,8 +29,9 @@ norm, and attends in both directions (or, as a decoder, causally):
     blocks.N.up, down            encoder.layer.N.intermediate.dense, encoder.layer.N.output.dense
     norm                         encoder.ln
 
-No MegatronBERT class averages over the tokens before a linear head, so the head of a classifier is
-returned separately. Where frostlab's model has no biases or token types, they are zero.
+No MegatronBERT class has a linear head on the mean over the tokens or on the last token, so the
+head of a classifier is returned separately. Where frostlab's model has no biases or token types,
+they are zero.
 """
 
 import re
@@ -90,7 +91,7 @@ class Converted:
     """A model of transformers, and the head that its class cannot hold."""
 
     model: Any
-    head: Tensor | None = None  # (classes, width); reads the tokens' mean, or the last
+    head: Tensor | None = None  # (classes, width); its input: see `GPTConfig.pooling`
 
 
 def is_own(model: nn.Module) -> bool:
@@ -114,7 +115,7 @@ def as_huggingface(
     special = {"pad_token_id": pad, "bos_token_id": end, "eos_token_id": end}
     if isinstance(model, GPT) and model.config.qk_norm:
         raise BadInput(
-            "export: no model of transformers like GPT-2 can express model.qk_norm true; "
+            "export: neither GPT-2 nor MegatronBERT can express model.qk_norm true; "
             "frostlab itself can evaluate, predict and generate with this model"
         )
     with torch.random.fork_rng(devices=[]):

@@ -79,7 +79,7 @@ class Stack(ABC):
 
         `x` is the output of a layer. Without a packing, rows may be padded only at the end and only
         in a causal model, where no token before the padding attends to it. A classifier of
-        frostlab's GPT takes no padded rows, because it reads the mean or the last of all tokens.
+        frostlab's GPT takes no padded rows, because it reads all tokens or the last one of a row.
         """
 
 

@@ -1,8 +1,9 @@
 """Stand-ins: built-in data, learned tokenizers and random weights in place of missing ones.
 
-A stand-in has the shape of the missing part: as many classes, pairs for pairs, running text for
-running text, EEG for EEG, the same architecture. Nothing else is replaced, and a user's own text
-never is. The recipe records it in `stands_for`, and every number of its runs carries a warning.
+A stand-in has the form of what is missing: as many classes, pairs for pairs, running text for
+running text, EEG for EEG, the same architecture (narrower below full scale). Nothing else is
+replaced, and a user's own text never is. The recipe records a stand-in in `stands_for`, and its
+runs show a warning with their results.
 """
 
 from collections.abc import Callable, Iterator
@@ -93,7 +94,7 @@ def _text_for(data: Named) -> dict[str, Any]:
         if isinstance(values[key], str) and values[key] not in _SPLITS:
             values[key] = None
     if data.splits == "honest" and values["report"] == "validation" and values["tune"] is None:
-        values["report"] = None  # the docstrings' validation split is for tune
+        values["report"] = None  # with honest splits, the docstrings' validation is for tuning
     return {
         "name": "docstrings-pairs" if len(facts.texts) > 1 else "docstrings",
         **values,

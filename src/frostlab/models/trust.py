@@ -40,7 +40,7 @@ _OTHER = (".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".npz")
 
 
 class Refused(BadInput):
-    """A model that would run its own code, which nobody allowed."""
+    """A model that would run its own code or load unchecked weights, which nobody allowed."""
 
 
 def code_is_trusted() -> bool:
@@ -231,7 +231,7 @@ def careful(name: str) -> Iterator[None]:
         if isinstance(piece, nn.Parameter):
             numbers += piece.numel()
         if pieces > _MOST_PIECES:
-            raise BadInput(f"{name}: its config makes more than {_MOST_PIECES:,} modules")
+            raise BadInput(f"{name}: its config has more than {_MOST_PIECES:,} tensors and modules")
         if numbers > _MOST_NUMBERS:
             raise BadInput(f"{name}: its config makes more than {_MOST_NUMBERS:.0e} parameters")
 

@@ -18,7 +18,10 @@ from frostlab.roles.parts import ATTENTION_INPUTS, ROLES, Heads, Rows
 
 @dataclass(frozen=True)
 class Fused:
-    """A table entry for a weight with several roles, one after another or interleaved per head."""
+    """A table entry for a weight with several roles.
+
+    Their rows follow one another once or, if interleaved, once for each key/value head.
+    """
 
     roles: tuple[str, ...]
     interleaved: bool = False

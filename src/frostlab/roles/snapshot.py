@@ -22,7 +22,10 @@ class Layer:
 
 @dataclass(frozen=True, repr=False)
 class Anatomy:
-    """The parts of a model and their states at one moment, in the order of the model."""
+    """The parts of a model and their states at one moment, in the order of the model.
+
+    A part is trainable, frozen by the user, or fixed: the architecture never trains it.
+    """
 
     model: str
     parts: tuple[Part, ...]

@@ -18,7 +18,8 @@ class Audit:
     """The digests of a model's tensors at one moment: 64 characters for each tensor."""
 
     model: str
-    # of frozen and fixed parts, and of the running statistics of frozen BatchNorms, by name
+    # by name, of frozen parts, of parts that the architecture never trains (fixed), and of the
+    # running statistics of frozen BatchNorms
     digests: dict[str, str]
     trainable: dict[str, str] | None = None  # None: only frozen ones were recorded
 

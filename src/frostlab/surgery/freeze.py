@@ -2,7 +2,8 @@
 
 Each call sets the state of every parameter, so the result does not depend on earlier calls. A
 fused projection with both frozen and trainable rows is split into separate parameters. A frozen
-BatchNorm keeps its running statistics.
+BatchNorm keeps its running statistics. A fixed part, such as a table of sinusoids, is one that the
+architecture never trains.
 """
 
 import warnings
@@ -308,7 +309,9 @@ def refuse_wrapped(model: nn.Module, verb: str) -> None:
     for path, module in model.named_modules():
         if kind := _wrapper(module):
             where = f"its `{path}`" if path else "the model"
-            raise BadInput(f"{verb}: {where} is already wrapped ({kind}); {verb} before wrapping")
+            raise BadInput(
+                f"{verb}: {where} is already wrapped ({kind}); unwrap it, or {verb} before wrapping"
+            )
 
 
 def _wrapper(module: nn.Module) -> str:

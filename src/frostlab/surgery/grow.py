@@ -1,7 +1,7 @@
 """Growing of a model: new layers at the top, at the bottom or in between.
 
-The new layers can leave the model's outputs unchanged (init="identity"), use the model's own
-initialisation (init="random"), or copy a neighbouring layer (init="copy").
+The new layers can leave the model's outputs unchanged up to rounding (init="identity"), use the
+model's own initialisation (init="random"), or copy a neighbouring layer (init="copy").
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,7 +32,7 @@ Init = Literal["identity", "random", "copy"]
 _INITS = ("identity", "random", "copy")
 _ENDS = ("top", "bottom")
 _ADDED = ("output", "down")  # roles whose outputs are added to the residual stream
-# Largest change of outputs by a norm's eps; the rest of the promised 1e-6 is for float32 rounding.
+# Largest relative change by a norm's eps; the rest of the promised 1e-6 is for float32 rounding.
 _ALLOWED = 8e-7
 _NEGLIGIBLE = 1e-9  # a norm's eps up to this value has no measurable effect
 _PROBE = (4, 32)  # sequences, and tokens per sequence, for measuring variances
@@ -85,18 +85,19 @@ def grow(
 ) -> Growth:  # fmt: skip
     """Add layers to a model, in place, and return their indices, their names and other changes.
 
-    New layers are trainable, have no split projections, and take the dtypes, device and training
-    mode of their neighbour. Existing parameters stay the same objects, and stay frozen or trainable
-    as they were, so existing optimizers remain valid; the new parameters are in no optimizer yet.
+    New layers are trainable, have unsplit projections even if `freeze` split their neighbour's, and
+    take the dtypes, device and training mode of their neighbour. Existing parameters stay the same
+    objects, and stay frozen or trainable as they were, so existing optimizers remain valid; the new
+    parameters are in no optimizer yet.
 
     Args:
         layers: the number of new layers, which are inserted next to each other.
         at: the index of the first new layer, "top" or "bottom" (0).
-        init: "identity" changes the model's outputs by at most 1e-6; "random" uses the model's own
-            initialisation and torch's default generator; "copy" copies the layer below or, at the
-            bottom, the layer above. If layers end with a norm, as in BERT, "identity" moves the
-            gain and bias of the norm below to the last new norm, and the limit of 1e-6 is checked
-            on random tokens.
+        init: "identity" changes the model's outputs by at most 1e-6, relatively; "random" uses the
+            model's own initialisation and torch's default generator; "copy" copies the layer below
+            or, at the bottom, the layer above. If layers end with a norm, as in BERT, "identity"
+            moves the gain and bias of the norm below to the last new norm, and its effect on the
+            output of this norm is checked on random tokens.
     """
     refuse_wrapped(model, "grow")
     try:

@@ -180,8 +180,9 @@ def export(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
 
     An older checkpoint in the folder is replaced; other files there are kept. frostlab's GPT
     becomes a GPT-2, its Decoder a Llama (with qk_norm a Qwen3). A GPT that classifies becomes a
-    MegatronBERT without a head and the file head.safetensors: the logits are the mean of its last
-    hidden states over the tokens times the head's weight.
+    MegatronBERT without a head and the file head.safetensors: the logits are its last hidden
+    states, averaged over the tokens or taken at the last token (`GPTConfig.pooling`), times the
+    head's weight.
 
     Args:
         tokenizer: a Hugging Face tokenizer to write to the folder as well.
@@ -339,7 +340,7 @@ def _check_buffers(delta: Delta, buffers: dict[str, Tensor]) -> None:
         if buffer is None or not same_fingerprint(fingerprint(buffer), wanted):
             raise BadInput(
                 f"load_trainable: the frozen statistics {_shown(name)} differ from this model's; "
-                'load the same base, or save with frozen="store"'
+                'load the same base weights, or save with frozen="store"'
             )
 
 
@@ -351,13 +352,13 @@ def _frozen_value(part: Part, slot: Slot, record: FrozenPart) -> Tensor | None:
     if record.origin is None:
         raise BadInput(
             f"load_trainable: {part.key} was frozen and not stored, and this model has other "
-            'values; load the same base, or save with frozen="store"'
+            'values; load the same base weights, or save with frozen="store"'
         )
     value = renewed(part, slot, record.origin).to(slot.pieces[0].parameter.dtype)
     if not same_fingerprint(fingerprint(value), wanted):
         raise BadInput(
             f"load_trainable: {part.key}, regenerated, differs from the values in training; "
-            'load the same base, or save with frozen="store"'
+            'load the same base weights, or save with frozen="store"'
         )
     return value
 

@@ -70,7 +70,7 @@ register("deberta-v2", Description(DEBERTA_V2, config_heads))
 
 
 def distilbert(module: Any) -> Table:
-    """Return DistilBERT's table; sinusoidal positions are fixed."""
+    """Return DistilBERT's table; sinusoidal positions are never trained."""
     fixed = module.config.sinusoidal_pos_embds
     layer: dict[str, Entry] = {
         "attention.q_lin": "query",
