@@ -383,8 +383,8 @@ def test_a_gpu_meets_two_shapes_at_most() -> None:
 
 
 WRONG = [
-    ({"train__batching": "packed"}, "train.batching packed is for text"),
-    ({"train__cache_prefix": "memory"}, "train.cache_prefix is for text"),
+    ({"train__batching": "packed"}, "train.batching packed is for tokens"),
+    ({"train__cache_prefix": "memory"}, "train.cache_prefix is for tokens"),
     ({"supervise": {"layers": "all"}}, "supervise.layers is for language models"),
     ({"tokenizer": {"kind": "words"}}, "is made of signals; tokenizer must be null"),
     ({"evaluate__metric": "accuracy"}, "does not exist for envelope; there are pearson, loss"),
