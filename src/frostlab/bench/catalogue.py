@@ -84,7 +84,8 @@ class Benchmark:
 _TRAINER = "Hugging Face Trainer"
 _PLAIN_LOOP = "a plain torch.compile loop, fused AdamW, SDPA"
 # Sizes are examples per step × tokens per example; V is the size of the vocabulary, d the width.
-# GPT Medium-512 is the sources' model of 6 layers, width 512 and 8 heads, not GPT-2 Medium.
+# GPT Medium-512 has 6 layers, width 512 and 8 heads (docs/from-the-sources.md); it is not GPT-2
+# Medium.
 BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
@@ -140,7 +141,7 @@ BENCHMARKS = {
         ),
         Benchmark(
             "deep-supervision",
-            "a fused loss at every layer, of 4, 3, and 4 with 3 frozen; V 69,830, d 64, 64 × 32",
+            "decoders of 4 layers, 3, and 4 with 3 frozen; a fused loss at every layer; V 69,830, d 64",
             "the same with plain logits",
             "tokens",
             Target(faster=2, memory=0.25),

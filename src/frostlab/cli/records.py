@@ -395,8 +395,9 @@ def verify(
     """Check that finished runs and comparisons are as they were written.
 
     Each has a manifest with the checksums of its files. One line is printed for every
-    file that was changed, added or removed, and for every run or comparison without a
-    manifest; the exit code is then 1.
+    file that was changed, added or removed (in a checkpoint, only for the first), and
+    for every run or comparison without a manifest, which is not checked further; the
+    exit code is then 1.
     """
     from frostlab.records.manifest import verify as verify_folder
 

@@ -86,7 +86,8 @@ class Activity:
     def numbers(self) -> Tensor | None:
         """Return the measurements since the last report as one tensor, or None if there are none.
 
-        A module or attention that ran several times contributes its last run.
+        A module that ran several times contributes its last run. Attention calls are numbered
+        within a forward pass; of several passes, the last one counts.
         """
         numbers = [value.flatten().double() for value in self._measured.values()]
         return torch.cat(numbers) if numbers else None

@@ -154,7 +154,7 @@ def _sealed_folders(folder: Path) -> Iterator[Path]:
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the names of the files that a folder's manifest lists, relative to the folder."""
+    """Return the names of the files in a folder that its manifest should list."""
     names = []
     for place, folders, files in os.walk(folder):
         here = Path(place).relative_to(folder)
