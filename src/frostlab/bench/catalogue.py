@@ -141,7 +141,7 @@ BENCHMARKS = {
         ),
         Benchmark(
             "deep-supervision",
-            "decoders of 4 layers, 3, and 4 with 3 frozen; a fused loss at every layer; V 69,830, d 64",
+            "decoders with a loss at each of 4 layers, of 3, of 4 with 3 frozen; V 69,830, d 64",
             "the same with plain logits",
             "tokens",
             Target(faster=2, memory=0.25),
