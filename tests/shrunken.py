@@ -51,7 +51,7 @@ def write_data(folder: Path) -> Path:
         for split in splits:
             rows = [_labelled(draw, columns, classes) for _ in range(400)]
             _write(folder / name / f"{split}.jsonl", "\n".join(map(json.dumps, rows)))
-    for name in ("tinystories", "openwebtext", "wikitext2", "wikitext103"):
+    for name in ("tinystories", "openwebtext", "wikitext2", "wikitext2-raw", "wikitext103"):
         for split in ("train", "validation", "test"):
             lines = (_text(draw) for _ in range(600))
             _write(folder / name / f"{split}.txt", "\n".join(lines))
