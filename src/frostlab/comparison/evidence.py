@@ -69,7 +69,7 @@ def interval_text(low: float | None, high: float | None, log: bool) -> str:
 class Limit:
     """The largest cost that does not matter, compared with the interval (`verdict.Margin`)."""
 
-    # yes: larger costs are excluded; no: the interval holds only larger costs; not shown: neither
+    # yes: larger costs are excluded; no: only larger ones are left; not shown: neither, or unjudged
     answer: Literal["yes", "no", "not shown"]
     limit: float  # the margin in the rules' unit
     cost: float | None  # the margin in the effect's unit
@@ -93,7 +93,7 @@ class ArmVerdict:
     anytime: tuple[float | None, float | None] | None  # valid however often results are analysed
     improvement: float | None  # how often a run of the arm beats one of the other arm
     population: Effect | None  # for other test examples; only for accuracy with predictions
-    skewed: float | None  # skewness of the differences, or its mean over all arms, if notable
+    skewed: float | None  # notable skewness of the differences, or its mean over pooled arms
     missing: dict[str, int]  # by arm: runs without a finite value, of the paired seeds
     together: tuple[str, ...]  # factors that differ together, if several (`Plan.together`)
     notes: tuple[str, ...]  # remarks, such as why a run has no value
@@ -204,7 +204,7 @@ class ArmEvidence:
     """The runs of one arm and their summaries."""
 
     does: str  # what the arm's treatment does to the model, in one line
-    runs: tuple[RunSummary, ...]  # in the order of the plan's seeds; `Plan.runs` may lack some
+    runs: tuple[RunSummary, ...]  # by the plan's seeds; chosen runs may lack a seed
     metrics: dict[str, Summary]  # by metric, over the finished runs that can be paired
     parameters: Parameters | None  # of the first of these runs; None if there is none
     seconds: Summary | None  # total time of these runs; None if there is none
@@ -337,7 +337,7 @@ class TuningPoint:
     high: float | None
     scores: tuple[float | None, ...]  # by seed: best value on the split that selects the weights
     results: tuple[float | None, ...]  # by seed: the reported value of the metric
-    chosen: int  # seeds for which the others chose this value, with the best of further settings
+    chosen: int  # seeds whose other seeds' scores were best with it (and other settings)
 
 
 @dataclass(frozen=True)
@@ -505,7 +505,7 @@ class Evidence:
     mcnemar: dict[str, tuple[PredictionTest, ...]]  # by arm; for information only
     subjects: dict[str, SplitTests]  # by split; empty without recordings
     segments: dict[str, dict[str, Quantity]]  # by arm and `SEGMENTS`; empty without recordings
-    flow: dict[str, dict[str, Quantity]]  # by arm and quantity; empty unless every arm is watched
+    flow: dict[str, dict[str, Quantity]]  # by arm and `QUANTITIES`; empty unless recipes `watch`
     convergence: Convergence | None  # None if no run of the baseline was evaluated
     timing: StepTiming | None  # None if steps were not timed
     rounds: dict[str, RoundTimes]  # by arm; empty without rounds

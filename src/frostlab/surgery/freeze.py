@@ -2,8 +2,9 @@
 
 Each call sets the state of every parameter, so the result does not depend on earlier calls. A
 fused projection with both frozen and trainable rows is split into separate parameters. A frozen
-BatchNorm keeps its running statistics. A fixed part, such as a table of sinusoids, is one that the
-architecture never trains.
+BatchNorm keeps its running statistics. A slot is a parameter of the unmodified model, with the
+parameters that hold its rows now (`frostlab.roles.parts.Slot`). A fixed part, such as a table of
+sinusoids, is one that the architecture never trains.
 """
 
 import warnings

@@ -153,9 +153,9 @@ def collate(
 ) -> Batch:
     """Return examples as tensors, padded to `width`, or else to the longest of them.
 
-    `types` adds token types, which mark the second text of a pair. With `limit`, the width is also
-    rounded up by `padded_width`. Without rows, the batch is one placeholder that is not scored, so
-    that a process without examples still takes part in the step.
+    `types` adds token types, which mark the second text of a pair. Without `width`, `limit`
+    rounds the longest length up by `padded_width`. Without rows, the batch is one placeholder that
+    is not scored, so that a process without examples still takes part in the step.
     """
     has_rows = bool(len(rows))
     rows = rows if has_rows else np.zeros(1, np.int64)
