@@ -70,6 +70,10 @@ torn: result.json is not a JSON object
 
 def test_each_caution_has_its_own_mark() -> None:
     runs = [replace(RUN, caution=text) for text in ("a", "b", "a", None)]
+    caution = "scale tiny; stand-in: docstrings for tinystories; selected on the reporting split"
+    marked = runs_table([replace(runs[0], caution=caution)], width=80)
+    assert all(len(line) <= 80 for line in marked.splitlines())
+    assert caution in " ".join(marked.split())
     lines = runs_table(runs).splitlines()
     marks = [line.split("0.8123")[1][0] for line in lines[1:5]]
     assert marks == ["*", "†", "*", " "]

@@ -80,7 +80,8 @@ def runs_table(
     kept = shown if width is None else _fitting(shown, cells, width)
     lines = _lines(kept, cells, width)
     left_out = [column.name for column in shown if column not in kept]
-    lines += [f"{mark} {plain(text)}" for text, mark in marks.items()]
+    for text, mark in marks.items():
+        lines += wrapped(f"{mark} {plain(text)}", width)
     failed = [plain(f"{run.name}: {run.error}") for run in runs if run.error]
     lines += [line if width is None else short(line, width) for line in failed[:10]]
     lines += [f"and {len(failed) - 10} more with an error"] * (len(failed) > 10)
