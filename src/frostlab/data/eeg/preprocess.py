@@ -144,7 +144,9 @@ def resample(x: Array, rate: float, wanted: float, name: str) -> Array:
     if rate == wanted:
         return x
     if rate < wanted:
-        raise BadInput(f"{name} is at {rate:g} Hz; set data.rate, {wanted:g} Hz, to that or less")
+        raise BadInput(
+            f"{name} is at {rate:g} Hz and data.rate is {wanted:g} Hz; set it to {rate:g} or less"
+        )
     ratio = Fraction(wanted / rate).limit_denominator(1000)
     if abs(float(ratio) * rate - wanted) > 1e-6 * wanted:
         raise BadInput(
