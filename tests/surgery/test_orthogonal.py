@@ -97,6 +97,9 @@ def test_the_identity_gives_every_head_its_rows(name: str) -> None:
         heads = heads_of(model, part)
         width = heads.shape[-1]
         for number, head in enumerate(heads):
+            if len(head) > width:  # the identity above zeros
+                assert torch.equal(head, torch.eye(len(head), width)), (part.key, number)
+                continue
             for row, values in enumerate(head):
                 wanted = torch.zeros(width)
                 wanted[(number * len(head) + row) % width] = 1.0
