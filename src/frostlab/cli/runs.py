@@ -142,8 +142,8 @@ def run(
         bool,
         typer.Option(
             "--resume",
-            help="Continue the newest unfinished run of this recipe, or the run in --out; if there "
-            "is none, start one.",
+            help="Continue the newest unfinished run of this recipe, or the run in --out; without "
+            "such a run, start one.",
         ),
     ] = False,
     data_dir: DataDir = None,

@@ -206,8 +206,8 @@ class ArmEvidence:
     does: str  # what the arm's treatment does to the model, in one line
     runs: tuple[RunSummary, ...]  # by the plan's seeds; chosen runs may lack a seed
     metrics: dict[str, Summary]  # by metric, over the finished runs that can be paired
-    parameters: Parameters | None  # of the first of these runs; None if there is none
-    seconds: Summary | None  # total time of these runs; None if there is none
+    parameters: Parameters | None  # of the first of these runs; None without runs
+    seconds: Summary | None  # total time of these runs; None without runs
 
     @property
     def finished(self) -> list[RunSummary]:
@@ -522,7 +522,7 @@ class Evidence:
 
 
 def shown(value: Effect | Summary | None) -> str:
-    """Format an effect or a summary; a dash if there is none."""
+    """Format an effect or a summary; None becomes a dash."""
     return NONE if value is None else str(value)
 
 

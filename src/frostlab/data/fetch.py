@@ -201,7 +201,7 @@ _SIZES: dict[tuple[str, str], int] = {
 
 
 def _cached_model(name: str) -> Path | None:
-    """Return the snapshot of a model in the hub's cache; None if there is none."""
+    """Return the snapshot of a model in the hub's cache; None if it has not been downloaded."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

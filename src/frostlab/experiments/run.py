@@ -66,7 +66,7 @@ class GroupResult:
 
     @property
     def summary(self) -> GroupSummary:
-        """The results of every comparison and arm, beside the sources' numbers."""
+        """The results of every comparison and arm, with the sources' numbers."""
         return read_summary(self.folder)
 
     @property

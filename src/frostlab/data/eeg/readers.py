@@ -409,8 +409,8 @@ def read_eeg(
 ) -> tuple[Recording, tuple[str, ...]]:
     """Read the EEG of a file, without the speech; return its channel names, too.
 
-    The subject is the part of the file's name (MATLAB: its folder's name, or sub-001 beside the
-    envelopes of the speech) that is one of `subjects`, or "" if there is none.
+    The subject is the part of the file's name (MATLAB: its folder's name, or sub-001 if
+    that folder also has the envelopes) that is one of `subjects`, or "" if no part is.
     """
     parts = path.stem.removesuffix(f"{_SEPARATOR}eeg").split(_SEPARATOR)
     name = _SEPARATOR.join(parts)
