@@ -1,0 +1,138 @@
+"""The training steps of a recipe, stage by stage, known without its data.
+
+Models are built without values: on the meta device, or in memory if the recipe has stages, because
+a stage changes weights.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from frostlab.data.sources import PUBLIC_SETS
+from frostlab.models.build import recipe_blueprint
+from frostlab.recipe.data import SimulatedEEG
+from frostlab.recipe.recipe import Recipe
+from frostlab.roles.read import anatomy
+from frostlab.roles.snapshot import Anatomy
+from frostlab.storage import digest_of
+from frostlab.training.stages import Entered, Stage, enter_stage, stages_of
+from frostlab.training.step.objective import Supervision, resolve_supervision
+
+WORDS = {"wikitext2": 28_914, "wikitext2-raw": 69_830}  # sizes of vocabularies of whole words
+Models = dict[str, tuple[nn.Module, Anatomy]]  # models on the meta device by their settings
+
+
+class Step(NamedTuple):
+    """The properties of a training step on which its time depends."""
+
+    model: str  # class of the model
+    parameters: int
+    trainable: int
+    batch: int
+    length: int
+    precision: str
+    losses: int  # supervised layers; 1 without deep supervision
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage with the model as the stage begins; entering the next stage changes the model."""
+
+    stage: Stage
+    model: nn.Module
+    parts: Anatomy
+    supervision: Supervision | None
+    step: Step
+
+
+def planned_stages(recipe: Recipe, models: Models) -> Iterator[PlannedStage]:
+    """Yield a recipe's stages; `models` keeps the models that several recipes share.
+
+    Stages in epochs of data of an unknown size have the steps of a single example.
+    """
+    recipe = with_vocabulary(recipe)
+    model, parts = _model_of(recipe, models)
+    if recipe.surgery.frozen:
+        parts = parts.with_frozen(*recipe.surgery.frozen)
+    entered = Entered()
+    for index, stage in enumerate(stages_of(recipe, training_examples(recipe) or 1)):
+        if recipe.stages:
+            entered = enter_stage(model, recipe, stage, index, entered)
+            parts = anatomy(model)
+        supervision = resolve_supervision(stage.supervise, model)
+        step = step_of(recipe, model, parts, supervision)
+        yield PlannedStage(stage, model, parts, supervision, step)
+
+
+def step_of(
+    recipe: Recipe, model: nn.Module, parts: Anatomy, supervision: Supervision | None
+) -> Step:
+    """Return the properties of a step of this model on a GPU."""
+    return Step(
+        type(model).__name__,
+        parts.count(),
+        parts.count("trainable"),
+        recipe.train.batch,
+        recipe.data.length,
+        precision_of(recipe),
+        1 if supervision is None else len(supervision.layers),
+    )
+
+
+def precision_of(recipe: Recipe) -> str:
+    """Return the precision of a run on a GPU."""
+    return "bfloat16" if recipe.train.precision in ("auto", "bf16") else recipe.train.precision
+
+
+def with_vocabulary(recipe: Recipe) -> Recipe:
+    """Return the recipe with the size of its vocabulary, if that is known without the data."""
+    tokenizer = recipe.tokenizer
+    size = WORDS.get(recipe.data.name)
+    if size is None or tokenizer is None or tokenizer.kind != "words":
+        return recipe
+    return recipe.model_copy(update={"tokenizer": tokenizer.model_copy(update={"size": size})})
+
+
+def training_examples(recipe: Recipe) -> int | None:
+    """Return the number of training examples; None if only the data can tell."""
+    data = recipe.data
+    if isinstance(data, SimulatedEEG):
+        fitting = round(data.seconds * data.rate) // data.length
+        trained = data.subjects * (data.recordings - data.tune - data.report)
+        return trained * (data.windows or fitting)
+    limit = getattr(data, "limit", None)
+    facts = PUBLIC_SETS.get("mnli" if data.name == "xnli" else data.name)  # XNLI trains on MNLI
+    everything = None if facts is None else facts.rows.get("train")
+    return limit if everything is None else min(limit or everything, everything)
+
+
+def _model_of(recipe: Recipe, models: Models) -> tuple[nn.Module, Anatomy]:
+    """Build a recipe's model; recipes without stages share those that are equal."""
+    settings = (recipe.model, recipe.tokenizer, recipe.data)
+    key = digest_of([part and part.model_dump(mode="json") for part in settings])
+    if key not in models or recipe.stages:
+        model, _ = recipe_blueprint(recipe)
+        if recipe.stages:
+            allocate(model)
+            return model, anatomy(model)
+        models[key] = model, anatomy(model)
+    return models[key]
+
+
+def allocate(model: nn.Module) -> None:
+    """Move a model from the meta device to memory, without values.
+
+    Unlike `Module.to_empty`, this keeps tied weights tied.
+    """
+    allocated: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if weight not in allocated:
+                empty = torch.empty_like(weight, device="cpu")
+                allocated[weight] = nn.Parameter(empty, weight.requires_grad)
+            setattr(module, name, allocated[weight])
+        for name, values in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.empty_like(values, device="cpu"))
