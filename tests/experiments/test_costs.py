@@ -1,8 +1,7 @@
-"""The catalogue: its page is current, its records exist, and its estimates hold."""
+"""The catalogue: its page is current, its steps are the measured ones, and its estimates hold."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,19 +9,23 @@ from torch import nn
 
 from frostlab.data.sources import PUBLIC_SETS
 from frostlab.experiments import costs as module
-from frostlab.experiments.costs import (
+from frostlab.experiments import steps as steps_module
+from frostlab.experiments.costs import Entry, catalogue, catalogue_page
+from frostlab.experiments.steps import (
     MACHINE,
-    STEP_RECORDS,
-    Entry,
+    Measured,
     Step,
-    StepRecord,
-    catalogue,
-    catalogue_page,
+    allocate,
+    measured_steps,
+    planned_stages,
+    read_measured,
 )
+from frostlab.models.build import recipe_blueprint
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.groups import Group, group_names, load_group
 from frostlab.recipe.load import load_recipe
 from frostlab.roles.read import anatomy
+from frostlab.roles.snapshot import Anatomy
 
 ROOT = Path(__file__).parents[2]
 GROUPS = [load_group(name) for name in group_names()]
@@ -49,7 +52,7 @@ def test_the_page_is_current(page: str) -> None:
 def test_every_experiment_fits(entries: dict[str, Entry]) -> None:
     for entry in entries.values():
         known = entry.memory_bytes is not None
-        assert known == (not entry.id.startswith("eeg-"))
+        assert known == (entry.memory_measured or not entry.id.startswith("eeg-"))
         assert (entry.memory_bytes or 0) < SMALLEST_GPU
 
 
@@ -96,39 +99,79 @@ def test_freezing_and_supervision_change_the_work(entries: dict[str, Entry]) -> 
     assert deep == pytest.approx(tokens * more)
 
 
-# Records
+# Measured steps
+
+GROWN = "progressive-standard-published"
+FIRST = Step("Decoder", 9_135_232, 9_135_232, 64, 32, "bfloat16", 1)
+SECOND = Step("Decoder", 9_200_896, 4_534_784, 64, 32, "bfloat16", 1)
 
 
-def stored_record(step: Step, record: StepRecord) -> dict[str, Any]:
-    lines = (ROOT / "docs/records" / record.file).read_text().splitlines()
-    found = [
-        line
-        for line in map(json.loads, lines)
-        if line["benchmark"] == record.benchmark
-        and line["precision"] == step.precision
-        and line.get("model", "bert") == "bert"
+def line(step: Step, ms: float, peak: int) -> str:
+    """A line as benchmarks/catalogue.py prints it."""
+    facts = {"how": "compiled and captured", "ms": ms, "low": ms - 0.1, "high": ms + 0.1}
+    others = {"benchmark": "catalogue", "peak_bytes": peak, "device": MACHINE, "ids": ["any"]}
+    return json.dumps(step._asdict() | facts | others)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The lines of the measured steps, which the test fills."""
+    lines: list[str] = []
+    monkeypatch.setattr(module, "measured_steps", lambda: read_measured(lines))
+    return lines
+
+
+def entry_of(experiment: str) -> Entry:
+    (group,) = [group for group in GROUPS if experiment in group.experiments]
+    return module._entry(group, experiment, group.experiments[experiment], {})
+
+
+def test_stages_have_the_time_and_memory_of_their_steps(recorded: list[str]) -> None:
+    recorded += [line(FIRST, 2.0, 3_000_000_000), line(SECOND, 1.5, 2_000_000_000)]
+    entry = entry_of(GROWN)
+    assert entry.seconds == pytest.approx(7_850 * (2.0 + 1.5) / 1000)  # 27.5 s
+    assert (entry.memory_bytes, entry.memory_measured) == (3_000_000_000, True)
+    assert module._row(entry)[8:10] == ("≈ 27 s", "3 GB")
+
+
+def test_a_stage_that_was_not_measured_leaves_the_time_open(recorded: list[str]) -> None:
+    recorded += [
+        line(FIRST, 2.0, 3_000_000_000),
+        line(SECOND._replace(losses=4), 1.5, 2_000_000_000),
     ]
-    (only,) = found
-    return only
+    entry = entry_of(GROWN)
+    assert (entry.seconds, entry.memory_measured) == (None, False)
+    assert module._row(entry)[8] == "not measured"
+    assert module._row(entry)[9].startswith("≈ ")
 
 
-@pytest.mark.parametrize(("step", "record"), STEP_RECORDS.items(), ids=str)
-def test_times_are_those_of_records(step: Step, record: StepRecord) -> None:
-    stored = stored_record(step, record)
-    assert MACHINE in (stored.get("device") or json.dumps(stored))
-    assert stored[f"{record.side}_ms"] == record.ms
-    assert stored.get(f"{record.side}_peak_bytes") == record.peak_bytes
-    if "case" in stored:
-        assert stored["case"] == f"{step.batch} × {step.length}"
+def test_the_last_line_of_a_step_counts_and_is_shown() -> None:
+    measured = read_measured([line(FIRST, 9.0, 1), line(FIRST, 2.0, 3_000_000_000)])
+    assert measured == {FIRST: Measured("compiled and captured", 2.0, 1.9, 2.1, 3_000_000_000)}
+    assert module._steps_section(measured).splitlines()[-1] == (
+        "| Decoder | 9,135,232 | 9,135,232 | 64 × 32 | bfloat16 | 1 | compiled and captured "
+        "| 2 [1.9, 2.1] | 3 GB |"
+    )
 
 
-def test_every_record_serves_an_experiment(entries: dict[str, Entry]) -> None:
-    named = {entry.record for entry in entries.values()} - {None}
-    assert named == {f"{record.file}: {record.benchmark}" for record in STEP_RECORDS.values()}
-    gpt = entries["gpt-06"]
-    assert gpt.seconds == pytest.approx(200_000 * 4.23728e-3)
-    assert (gpt.memory_bytes, gpt.memory_measured) == (1_650_419_712, True)
-    assert entries["gpt-07"].seconds is None  # no record has frozen queries and keys
+def test_deep_supervision_counts_its_losses() -> None:
+    (group,) = [group for group in GROUPS if "progressive-deep-published" in group.experiments]
+    stages = planned_stages(group.recipe("progressive-deep-published"), {})
+    steps = [planned.step for planned in stages]
+    assert steps == [FIRST._replace(losses=3), SECOND._replace(losses=4)]
+
+
+def test_every_measured_step_serves_an_experiment() -> None:
+    models: dict[str, tuple[nn.Module, Anatomy]] = {}
+    planned = {
+        stage.step
+        for group in GROUPS
+        for experiment in group.experiments
+        for stage in planned_stages(group.recipe(experiment), models)
+    }
+    assert measured_steps().keys() <= planned
+    stored = (Path(steps_module.__file__).parent / "steps.jsonl").read_text().splitlines()
+    assert all(MACHINE in json.loads(text)["device"] for text in stored)
 
 
 @pytest.mark.parametrize(
@@ -142,16 +185,16 @@ def test_every_record_serves_an_experiment(entries: dict[str, Entry]) -> None:
 def test_estimates_of_memory_agree_with_records(recipe: str, benchmark: str, case: str) -> None:
     """Within 10 % of what was measured, in bf16."""
     loaded = load_recipe(recipe, {"train.precision": "bf16"})
-    built, _ = module.recipe_blueprint(loaded)
+    built, _ = recipe_blueprint(loaded)
     parts = anatomy(built)
     if loaded.surgery.frozen:
         parts = parts.with_frozen(*loaded.surgery.frozen)
     estimate = module._memory(loaded, parts, loaded.train.batch * loaded.data.length)
     lines = (ROOT / "docs/records/h200-bench.jsonl").read_text().splitlines()
     (stored,) = [
-        line
-        for line in map(json.loads, lines)
-        if (line["benchmark"], line["case"]) == (benchmark, case)
+        record
+        for record in map(json.loads, lines)
+        if (record["benchmark"], record["case"]) == (benchmark, case)
     ]
     assert estimate == pytest.approx(stored["ours_peak_bytes"], rel=0.1)
 
@@ -179,7 +222,7 @@ def test_allocating_a_model_keeps_tied_weights_tied() -> None:
     with torch.device("meta"):
         model: nn.Module = GPT(GPTConfig(vocabulary=50, width=8, layers=1, heads=2))
     count = anatomy(model).count()
-    module._allocate(model)
+    allocate(model)
     assert anatomy(model).count() == count
     assert not any(weight.is_meta for weight in [*model.parameters(), *model.buffers()])
 

@@ -1,76 +1,38 @@
 """The catalogue: what every experiment of a group takes, from its recipe and without its data.
 
-Models are built without values, on the meta device if the recipe has no stages. Times are those of
-the benchmarks in docs/records: a step that no record measures has no time. Peak memory is
-measured where a record has it, and otherwise estimated, except for the Conformer.
+Times are those of measured steps (`frostlab.experiments.steps`): an experiment with a step that was
+not measured has no time. Peak memory is then an estimate, which the Conformer does not have.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import nn
-
-from frostlab.data.sources import PUBLIC_SETS
-from frostlab.models.build import recipe_blueprint
+from frostlab.experiments.steps import (
+    MACHINE,
+    Measured,
+    Models,
+    PlannedStage,
+    Step,
+    measured_steps,
+    planned_stages,
+    precision_of,
+    training_examples,
+)
 from frostlab.models.stack import is_causal
-from frostlab.recipe.data import SimulatedEEG
 from frostlab.recipe.groups import Experiment, Group
 from frostlab.recipe.load import read_values
 from frostlab.recipe.recipe import Recipe
-from frostlab.roles.read import anatomy
 from frostlab.roles.snapshot import Anatomy
-from frostlab.storage import digest_of
 from frostlab.text import NONE, escaped, markdown
 from frostlab.timing.flops import savings
-from frostlab.training.stages import Entered, Stage, enter_stage, stages_of
-from frostlab.training.step.objective import resolve_supervision
 
-MACHINE = "NVIDIA H200"  # of STEP_RECORDS
-WORDS = {"wikitext2": 28_914, "wikitext2-raw": 69_830}  # sizes of vocabularies of whole words
 _WEIGHT_BYTES = 4  # per parameter
 _STATE_BYTES = 12  # per trainable parameter: its gradient and Adam's two moments
 # Values that a transformer layer keeps for its backward pass, per token and unit of the width, and
 # bytes of dropout masks; attention kernels keep no scores (Korthikanti et al. 2022).
 _KEPT_VALUES, _MASK_BYTES = 16, 2
 _GIGABYTE = 1e9
-
-
-class Step(NamedTuple):
-    """The properties of a training step on which its time depends."""
-
-    model: str  # class of the model
-    millions: int  # of parameters, rounded
-    batch: int
-    length: int
-    precision: str
-    frozen: tuple[str, ...]  # roles of the frozen parts, such as query
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """A step that was measured on MACHINE."""
-
-    file: str  # in docs/records
-    benchmark: str  # the record's name
-    side: str  # of the record: `ours` or `theirs`
-    differs: str  # how it differs from the recipes' step
-    ms: float
-    peak_bytes: int | None = None  # None: not measured
-
-
-_QK = ("query", "key")
-_BERT = ("BertForSequenceClassification", 109, 32, 128, "float32")
-_EAGER = "eager; runs capture their steps"
-_OTHER_GPT = "vocabulary of 50,304, biases in attention, no dropout"
-STEP_RECORDS = {
-    Step(*_BERT, ()): StepRecord("h200.jsonl", "step", "theirs", _EAGER, 57.021),
-    Step(*_BERT, _QK): StepRecord("h200.jsonl", "step", "ours", _EAGER, 53.946),
-    Step("GPT", 45, 8, 512, "bfloat16", ()): StepRecord(
-        "h200-bench.jsonl", "gpt-language-8", "ours", _OTHER_GPT, 4.23728, 1_650_419_712
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -87,14 +49,10 @@ class Entry:
     tokens: int | None  # steps × batch × length, padding included; samples if the data are EEG
     flops: float | None  # of all steps, matmuls only
     seconds: float | None  # of all steps on MACHINE, without evaluations
-    record: str | None  # of the step's time
     memory_bytes: int | None  # at the peak of a step
     memory_measured: bool
     reported: dict[str, float]  # by the sources
     optional: bool
-
-
-Models = dict[str, tuple[nn.Module, Anatomy]]  # models on the meta device by their settings
 
 
 def catalogue(groups: Iterable[Group]) -> dict[str, list[Entry]]:
@@ -110,148 +68,54 @@ def catalogue(groups: Iterable[Group]) -> dict[str, list[Entry]]:
 
 def _entry(group: Group, name: str, facts: Experiment, models: Models) -> Entry:
     recipe = group.recipe(name)
-    work = _work(_with_vocabulary(recipe), models)
-    record = STEP_RECORDS.get(work.step) if not recipe.stages else None
-    seconds = record.ms / 1000 * work.steps if record and work.steps else None
-    measured = record.peak_bytes if record else None
+    per_step = recipe.train.batch * recipe.data.length
+    steps, flops, estimate, stops_early = 0, 0.0, 0, False
+    steps_by_kind: dict[Step, int] = {}
+    for planned in planned_stages(recipe, models):
+        stage, parts = planned.stage, planned.parts
+        steps += stage.steps
+        steps_by_kind[planned.step] = steps_by_kind.get(planned.step, 0) + stage.steps
+        flops += stage.steps * per_step * _flops_per_token(recipe, planned)
+        estimate = max(estimate, _memory(recipe, parts, per_step))
+        stops_early = stops_early or stage.patience is not None
+    known = recipe.train.steps is not None or training_examples(recipe) is not None
+    seconds, peak = _measured(steps_by_kind, measured_steps())
+    estimated = None if recipe.model.kind == "conformer" else estimate
     return Entry(
         name,
         read_values(group.source_of(name)).get("extends"),
         recipe.digest,
-        work.parameters,
-        work.trainable,
-        work.steps,
-        work.stops_early,
-        work.tokens,
-        work.flops,
-        seconds,
-        f"{record.file}: {record.benchmark}" if record and seconds else None,
-        measured or work.memory,
-        measured is not None,
+        parts.count(),
+        parts.count("trainable"),
+        steps if known else None,
+        stops_early,
+        steps * per_step if known else None,
+        flops if known else None,
+        seconds if known else None,
+        estimated if peak is None else peak,
+        peak is not None,
         facts.reported,
         facts.optional,
     )
 
 
-# The work of a recipe
+def _measured(
+    counts: Mapping[Step, int], measured: Mapping[Step, Measured]
+) -> tuple[float | None, int | None]:
+    """Return the seconds of so many steps and their peak memory; None if one was not measured."""
+    if not counts.keys() <= measured.keys():
+        return None, None
+    milliseconds = sum(count * measured[step].ms for step, count in counts.items())
+    return milliseconds / 1000, max(measured[step].peak_bytes for step in counts)
 
 
-@dataclass(frozen=True)
-class _Work:
-    step: Step  # of the first stage
-    parameters: int
-    trainable: int
-    steps: int | None
-    stops_early: bool
-    tokens: int | None
-    flops: float | None
-    memory: int | None
+# FLOPs and memory of a step
 
 
-def _with_vocabulary(recipe: Recipe) -> Recipe:
-    """Return the recipe with the size of its vocabulary, if that is known without the data."""
-    tokenizer = recipe.tokenizer
-    size = WORDS.get(recipe.data.name)
-    if size is None or tokenizer is None or tokenizer.kind != "words":
-        return recipe
-    return recipe.model_copy(update={"tokenizer": tokenizer.model_copy(update={"size": size})})
-
-
-def _model_of(recipe: Recipe, models: Models) -> tuple[nn.Module, Anatomy]:
-    """Build a recipe's model; recipes without stages share those that are equal."""
-    settings = (recipe.model, recipe.tokenizer, recipe.data)
-    key = digest_of([part and part.model_dump(mode="json") for part in settings])
-    if key not in models or recipe.stages:
-        model, _ = recipe_blueprint(recipe)
-        if recipe.stages:
-            _allocate(model)
-            return model, anatomy(model)
-        models[key] = model, anatomy(model)
-    return models[key]
-
-
-def _work(recipe: Recipe, models: Models) -> _Work:
-    model, parts = _model_of(recipe, models)
-    if recipe.surgery.frozen:
-        parts = parts.with_frozen(*recipe.surgery.frozen)
-    examples = _examples(recipe)
-    per_step = recipe.train.batch * recipe.data.length
-    steps, flops, memory, entered = 0, 0.0, 0, Entered()
-    # with one example, a number of steps that the recipe sets is right, and epochs are not used
-    stages = stages_of(recipe, examples or 1)
-    step: Step | None = None
-    for index, stage in enumerate(stages):
-        if recipe.stages:
-            entered = enter_stage(model, recipe, stage, index, entered)
-            parts = anatomy(model)
-        step = step or _step(recipe, model, parts)
-        steps += stage.steps
-        flops += stage.steps * per_step * _flops_per_token(recipe, stage, model, parts)
-        memory = max(memory, _memory(recipe, parts, per_step))
-    assert step is not None
-    known = examples is not None or recipe.train.steps is not None
-    return _Work(
-        step,
-        parts.count(),
-        parts.count("trainable"),
-        steps if known else None,
-        any(stage.patience is not None for stage in stages),
-        steps * per_step if known else None,
-        flops if known else None,
-        None if recipe.model.kind == "conformer" else memory,
-    )
-
-
-def _allocate(model: nn.Module) -> None:
-    """Move a model from the meta device to memory, without values, because stages change weights.
-
-    Unlike `Module.to_empty`, this keeps tied weights tied.
-    """
-    allocated: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, weight in list(module.named_parameters(recurse=False)):
-            if weight not in allocated:
-                empty = torch.empty_like(weight, device="cpu")
-                allocated[weight] = nn.Parameter(empty, weight.requires_grad)
-            setattr(module, name, allocated[weight])
-        for name, values in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.empty_like(values, device="cpu"))
-
-
-def _examples(recipe: Recipe) -> int | None:
-    """Return the number of training examples; None if only the data can tell."""
-    data = recipe.data
-    if isinstance(data, SimulatedEEG):
-        fitting = round(data.seconds * data.rate) // data.length
-        trained = data.subjects * (data.recordings - data.tune - data.report)
-        return trained * (data.windows or fitting)
-    limit = getattr(data, "limit", None)
-    facts = PUBLIC_SETS.get("mnli" if data.name == "xnli" else data.name)  # XNLI trains on MNLI
-    everything = None if facts is None else facts.rows.get("train")
-    return limit if everything is None else min(limit or everything, everything)
-
-
-def _step(recipe: Recipe, model: nn.Module, parts: Anatomy) -> Step:
-    frozen = {part.role for part in parts.parts if part.state == "frozen"}
-    return Step(
-        type(model).__name__,
-        round(parts.count() / 1e6),
-        recipe.train.batch,
-        recipe.data.length,
-        _precision(recipe),
-        _QK if frozen == set(_QK) else tuple(sorted(frozen)),
-    )
-
-
-def _precision(recipe: Recipe) -> str:
-    """Return the precision of a run on a GPU."""
-    return "bfloat16" if recipe.train.precision in ("auto", "bf16") else recipe.train.precision
-
-
-def _flops_per_token(recipe: Recipe, stage: Stage, model: nn.Module, parts: Anatomy) -> float:
+def _flops_per_token(recipe: Recipe, planned: PlannedStage) -> float:
     """Return the matmul FLOPs of a step per token, with the head at every supervised layer."""
-    flops = savings(parts, recipe.data.length, causal=is_causal(model)).flops
-    supervision = resolve_supervision(stage.supervise, model)
+    parts, supervision = planned.parts, planned.supervision
+    flops = savings(parts, recipe.data.length, causal=is_causal(planned.model)).flops
     if supervision is None:
         return flops
     head = next(part for part in parts.parts if part.role == "head" and part.matmul)
@@ -267,7 +131,7 @@ def _flops_per_token(recipe: Recipe, stage: Stage, model: nn.Module, parts: Anat
 
 def _memory(recipe: Recipe, parts: Anatomy, tokens: int) -> int:
     """Estimate the peak memory of a step: weights, gradients, moments, activations and logits."""
-    value = 2 if _precision(recipe) == "bfloat16" else 4
+    value = 2 if precision_of(recipe) == "bfloat16" else 4
     widths = [
         next((part.shape[1 - part.axis] for part in layer.parts if part.role == "query"), 0)
         for layer in parts.layers
@@ -294,15 +158,22 @@ the sources, is in [From the sources](from-the-sources.md).
 - *steps*: "≤" if patience can end a stage earlier.
 - *tokens*: steps × batch × length, so padding and an incomplete last batch count. For EEG, samples.
 - *FLOPs*: matmuls of all steps, forward and backward, with what freezing saves.
-- *time*: of the steps alone on one {MACHINE}, without evaluations and set-up: the time of
-  such a step in a record (below) times the number of steps. Other steps are not measured.
-- *memory*: at the peak of a step, from the record of its time. A value with "≈" is an estimate:
-  4 bytes per parameter and 12 per trainable parameter (gradient and Adam's moments), the values
-  that a layer keeps for its backward pass (16 per token and unit of the width, and 2 bytes of
-  dropout masks), and a language model's logits. For the recorded steps of BERT-base (32 × 128) and
-  GPT Medium-512 (8 × 512) in bf16, it is within 10 % of the measured peak. The Conformer's layers
-  keep other values, so their memory is not estimated.
+- *time*: of the steps alone on one {MACHINE}, without evaluations and set-up: the number of steps
+  of each stage times the time of such a step in the table below, which is that of a full batch
+  without padding. Batches of shorter examples take less time; padding needs a mask besides.
+- *memory*: at the peak of a step, the largest of all stages, in the same table. A value with "≈"
+  is an estimate where a step was not measured: 4 bytes per parameter and 12 per trainable parameter
+  (gradient and Adam's moments), the values that a layer keeps for its backward pass (16 per token
+  and unit of the width, and 2 bytes of dropout masks), and a language model's logits. For BERT-base
+  (32 × 128) and GPT Medium-512 (8 × 512) in bf16, it is within 10 % of the measured peak. The
+  Conformer's layers keep other values, so their memory is not estimated.
 - *reported*: by the sources.
+"""
+
+_STEPS = f"""\
+`python benchmarks/catalogue.py` on one {MACHINE}: the steps that runs take there, with random
+weights and full batches of random inputs, without padding. A step's time is the median of ten
+rounds, [smallest, largest]. *losses* is the number of supervised layers.
 """
 
 
@@ -314,7 +185,7 @@ def catalogue_page(groups: Sequence[Group]) -> str:
         for group in groups
         if group.experiments
     ]
-    return "\n".join(["# Catalogue", "", _ABOUT, *sections, _records()])
+    return "\n".join(["# Catalogue", "", _ABOUT, *sections, _steps_section(measured_steps())])
 
 
 def catalogue_values(groups: Iterable[Group]) -> list[dict[str, Any]]:
@@ -361,6 +232,8 @@ def _scaled(count: int) -> str:
 
 
 def _time(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
@@ -373,19 +246,24 @@ def _reported(name: str, value: float) -> str:
     return f"{name} {value:g}"
 
 
-def _records() -> str:
-    """Return the section that names the records of the times."""
+def _steps_section(measured: Mapping[Step, Measured]) -> str:
+    """Return the section about the measured steps."""
     rows = [
         (
-            f"{step.model}, {step.millions} M parameters, {step.batch} × {step.length}, "
-            f"{step.precision}, {' and '.join(step.frozen) or 'nothing'} frozen",
-            f"{record.ms:.4g} ms",
-            record.differs,
-            f"{record.file}: {record.benchmark}, {record.side}",
+            step.model,
+            f"{step.parameters:,}",
+            f"{step.trainable:,}",
+            f"{step.batch} × {step.length}",
+            step.precision,
+            str(step.losses),
+            facts.how,
+            f"{facts.ms:.4g} [{facts.low:.4g}, {facts.high:.4g}]",
+            f"{facts.peak_bytes / _GIGABYTE:.2g} GB",
         )
-        for step, record in STEP_RECORDS.items()
+        for step, facts in measured.items()
     ]
-    table = markdown(
-        ("step", "time", "differs from the recipes' step", "record in docs/records"), rows
-    )
-    return f"## The steps that were measured\n\nOn one {MACHINE}:\n\n{table}\n"
+    head = (
+        "model", "parameters", "trainable", "batch × length", "precision", "losses", "kind of step",
+        "ms", "memory",
+    )  # fmt: skip
+    return f"## The steps that were measured\n\n{_STEPS}\n{markdown(head, rows)}\n"

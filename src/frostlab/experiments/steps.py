@@ -1,11 +1,14 @@
-"""The training steps of a recipe, stage by stage, known without its data.
+"""The training steps of a recipe, stage by stage and without its data, and their measured times.
 
 Models are built without values: on the meta device, or in memory if the recipe has stages, because
-a stage changes weights.
+a stage changes weights. steps.jsonl has the lines that benchmarks/catalogue.py printed on MACHINE.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.resources import files
 from typing import NamedTuple
 
 import torch
@@ -21,6 +24,7 @@ from frostlab.storage import digest_of
 from frostlab.training.stages import Entered, Stage, enter_stage, stages_of
 from frostlab.training.step.objective import Supervision, resolve_supervision
 
+MACHINE = "NVIDIA H200"
 WORDS = {"wikitext2": 28_914, "wikitext2-raw": 69_830}  # sizes of vocabularies of whole words
 Models = dict[str, tuple[nn.Module, Anatomy]]  # models on the meta device by their settings
 
@@ -35,6 +39,34 @@ class Step(NamedTuple):
     length: int
     precision: str
     losses: int  # supervised layers; 1 without deep supervision
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How a step was taken, its time (median, smallest and largest round) and its peak memory."""
+
+    how: str  # eager, captured, or compiled and captured
+    ms: float
+    low: float
+    high: float
+    peak_bytes: int
+
+
+@cache
+def measured_steps() -> dict[Step, Measured]:
+    """Return the steps that were measured on MACHINE."""
+    text = files("frostlab.experiments").joinpath("steps.jsonl").read_text(encoding="utf-8")
+    return read_measured(text.splitlines())
+
+
+def read_measured(lines: Iterable[str]) -> dict[Step, Measured]:
+    """Read lines of benchmarks/catalogue.py; of two lines about one step, the last one counts."""
+    return {
+        Step(*(line[name] for name in Step._fields)): Measured(
+            *(line[value.name] for value in fields(Measured))
+        )
+        for line in map(json.loads, lines)
+    }
 
 
 @dataclass(frozen=True)
