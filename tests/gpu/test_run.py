@@ -91,7 +91,7 @@ def test_the_peak_of_memory_is_the_runs_own(tmp_path: Path) -> None:
     again = fl.run(tiny(), runs=tmp_path).result.device_memory_peak
     assert held.numel() == 2**28
     assert 0 < again < 2**28
-    assert again == pytest.approx(first, rel=0.1)
+    assert again == pytest.approx(first, abs=2**22)  # the allocator's blocks differ by MiBs
 
 
 @pytest.mark.parametrize("kind", ["eager", "captured"])

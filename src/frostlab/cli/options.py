@@ -23,7 +23,8 @@ DataDir = Annotated[
 Device = Annotated[
     str | None,
     typer.Option(
-        metavar="DEVICE", help="auto, cpu, cuda, cuda:2 or mps (default: the recipe's)."
+        "--device", metavar="DEVICE",  # typer 0.27 makes --DEVICE of a metavar alone
+        help="auto, cpu, cuda, cuda:2 or mps (default: the recipe's)."
     ),
 ]  # fmt: skip
 

@@ -38,6 +38,7 @@ def recipes(
     group: Annotated[
         str | None,
         typer.Option(
+            "--group",
             metavar="GROUP",
             help="List the experiments and comparisons of a group (a name, or a YAML file).",
         ),

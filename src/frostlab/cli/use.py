@@ -41,6 +41,7 @@ def evaluate(
     split: Annotated[
         str | None,
         typer.Option(
+            "--split",
             metavar="SPLIT",
             help="report (the split of the run's results), tune (the split for early stopping) or "
             "train; EEG: also unseen (default: report).",

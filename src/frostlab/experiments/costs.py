@@ -160,13 +160,15 @@ the sources, is in [From the sources](from-the-sources.md).
 - *FLOPs*: matmuls of all steps, forward and backward, with what freezing saves.
 - *time*: of the steps alone on one {MACHINE}, without evaluations and set-up: the number of steps
   of each stage times the time of such a step in the table below, which is that of a full batch
-  without padding. Batches of shorter examples take less time; padding needs a mask besides.
+  without padding; the mask of padded batches is not in it.
 - *memory*: at the peak of a step, the largest of all stages, in the same table. A value with "≈"
   is an estimate where a step was not measured: 4 bytes per parameter and 12 per trainable parameter
   (gradient and Adam's moments), the values that a layer keeps for its backward pass (16 per token
   and unit of the width, and 2 bytes of dropout masks), and a language model's logits. For BERT-base
   (32 × 128) and GPT Medium-512 (8 × 512) in bf16, it is within 10 % of the measured peak. The
-  Conformer's layers keep other values, so their memory is not estimated.
+  Conformer's layers keep other values, so their memory is not estimated. All fit in 16 GB, except
+  the Conformers in float32, as published: in bf16, a run of v1 took 11.4 GB and one of v2 11.5
+  ([runs](records/eeg-runs.jsonl)).
 - *reported*: by the sources.
 """
 
