@@ -31,7 +31,7 @@ from frostlab.recipe.treatment import (
     Treatment,
 )
 from frostlab.records.folder import RunRecord
-from frostlab.roles.parts import ROLES
+from frostlab.roles import ROLES
 
 QUESTIONS = (
     "How large is the gap?",

@@ -1,6 +1,6 @@
 """Descriptions of architectures: a table for each, which maps parameter paths to roles.
 
-A role says what a weight does, such as query, norm or head (`frostlab.roles.parts.ROLES`). Paths
+A role says what a weight does, such as query, norm or head (`frostlab.roles.ROLES`). Paths
 are matched segment by segment, never by substring: `{i}` matches a layer index, `*` matches one
 segment, and `**` (at the end) matches all remaining segments. A path names a parameter, or a module
 whose own parameters, such as its weight and bias, all get the role.
@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from frostlab.errors import BadInput, nearest
-from frostlab.roles.parts import ATTENTION_INPUTS, ROLES, Heads, Rows
+from frostlab.roles import ROLES
+from frostlab.roles.parts import ATTENTION_INPUTS, Heads, Rows
 
 
 @dataclass(frozen=True)

@@ -16,22 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-ROLES = (
-    "embedding",
-    "position",
-    "query",
-    "key",
-    "value",
-    "output",  # output projection of an attention
-    "up",  # first projection of a feed-forward network
-    "gate",
-    "down",  # last projection of a feed-forward network
-    "conv",
-    "norm",
-    "head",
-    "other",
-    "adapter",  # weight that PEFT added, such as LoRA's
-)
 ATTENTION_INPUTS = ("query", "key", "value")
 
 Kind = Literal["weight", "bias"]

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from frostlab.errors import BadInput, nearest
-from frostlab.roles.parts import ROLES, Kind, Part, Place
+from frostlab.roles import ROLES
+from frostlab.roles.parts import Kind, Part, Place
 
 _LAYERS = re.compile(r"layers\[([^\[\]]*)\]")
 _SYNONYMS = {  # name that users may write → selection that the error message suggests
