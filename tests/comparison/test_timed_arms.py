@@ -264,7 +264,7 @@ def test_every_metered_eager_arm_takes_two_steps_on_the_largest_batch(
     assert len(others) == len(CONTROLS)
     assert all(inputs == steps for inputs in others)
     examples = prepared.splits["train"]
-    largest = collate(examples, order[1], 0).tensors()  # type: ignore[arg-type]
+    largest = collate(examples, order[1], 0).tensors()
     content = b"".join(t.numpy().tobytes() for t in largest)
     assert [inputs.startswith(content) for inputs in steps] == [True, True]
     seen.clear()
