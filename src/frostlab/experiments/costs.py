@@ -37,11 +37,11 @@ _GIGABYTE = 1e9
 
 @dataclass(frozen=True)
 class Entry:
-    """An experiment and what it takes; None: not known."""
+    """An experiment and what it takes; a number that is None is not known."""
 
     id: str
-    extends: str | None
-    digest: str
+    extends: str | None  # the recipe that its recipe extends, if any
+    digest: str  # of the recipe
     parameters: int  # in the last stage, if there are several
     trainable: int  # in the last stage, if there are several
     steps: int | None
@@ -50,9 +50,9 @@ class Entry:
     flops: float | None  # of all steps, matmuls only
     seconds: float | None  # of all steps on MACHINE, without evaluations
     memory_bytes: int | None  # at the peak of a step
-    memory_measured: bool
+    memory_measured: bool  # else `memory_bytes` is an estimate
     reported: dict[str, float]  # by the sources
-    optional: bool
+    optional: bool  # whether the sources left it to the reader
 
 
 def catalogue(groups: Iterable[Group]) -> dict[str, list[Entry]]:
@@ -160,7 +160,8 @@ the sources, is in [From the sources](from-the-sources.md).
 - *FLOPs*: matmuls of all steps, forward and backward, with what freezing saves.
 - *time*: of the steps alone on one {MACHINE}, without evaluations and set-up: the number of steps
   of each stage times the time of such a step in the table below, which is that of a full batch
-  without padding. Batches of shorter examples take less time; padding needs a mask besides.
+  without padding. Batches of shorter examples take less time; attention over padding also needs a
+  mask.
 - *memory*: at the peak of a step, the largest of all stages, in the same table. A value with "≈"
   is an estimate where a step was not measured: 4 bytes per parameter and 12 per trainable parameter
   (gradient and Adam's moments), the values that a layer keeps for its backward pass (16 per token
