@@ -172,7 +172,7 @@ def path_inside(folder: Path, *parts: str) -> Path:
     except (OSError, RuntimeError):  # a loop of links
         inside = False
     if not inside:
-        raise BadInput(f"{path} is a link out of {folder}, so nothing is written there")
+        raise BadInput(f"{path} leads out of {folder} by a link, so nothing is written there")
     return path
 
 
@@ -392,10 +392,10 @@ def remove_sealed(folder: Path, name: str) -> None:
 
 
 def damaged_file(folder: Path, names: Iterable[str] | None = None) -> Path | None:
-    """Return a file that is missing or was changed since `seal`; None if there is none.
+    """Return a file that is missing or was changed since `seal`; None if all files are intact.
 
     Only `names` are checked (default: all files; then a file without a checksum counts as changed).
-    The result is the seal itself if that is damaged.
+    The result is the file of checksums itself if that is missing or damaged, or lacks a name.
     """
     try:
         sealed = read_json(folder / SEAL)
