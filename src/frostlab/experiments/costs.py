@@ -160,8 +160,7 @@ the sources, is in [From the sources](from-the-sources.md).
 - *FLOPs*: matmuls of all steps, forward and backward, with what freezing saves.
 - *time*: of the steps alone on one {MACHINE}, without evaluations and set-up: the number of steps
   of each stage times the time of such a step in the table below, which is that of a full batch
-  without padding. Batches of shorter examples take less time; attention over padding also needs a
-  mask.
+  without padding. Batches of shorter examples take less time; padding needs a mask besides.
 - *memory*: at the peak of a step, the largest of all stages, in the same table. A value with "≈"
   is an estimate where a step was not measured: 4 bytes per parameter and 12 per trainable parameter
   (gradient and Adam's moments), the values that a layer keeps for its backward pass (16 per token
