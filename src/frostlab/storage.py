@@ -120,7 +120,9 @@ def parse_json(text: bytes | str, where: object) -> Any:
     """Parse JSON; the error for an invalid text is one line that begins with `where`."""
     comma, colon = (",", ":") if isinstance(text, str) else (b",", b":")
     if text.count(comma) + 2 * text.count(colon) > MOST_VALUES:  # type: ignore[arg-type]
-        raise BadInput(f"{where} holds more than {MOST_VALUES:,} values")
+        raise BadInput(
+            f"{where} is too large: its commas and colons suggest more than {MOST_VALUES:,} values"
+        )
     try:
         return json.loads(text)
     except RecursionError:
@@ -170,7 +172,7 @@ def path_inside(folder: Path, *parts: str) -> Path:
     except (OSError, RuntimeError):  # a loop of links
         inside = False
     if not inside:
-        raise BadInput(f"{path} is a link out of {folder}, so nothing is written there")
+        raise BadInput(f"{path} leads out of {folder} by a link, so nothing is written there")
     return path
 
 
@@ -336,7 +338,10 @@ def cache_folder(asked: Path | None) -> Path:
     try:
         folder = folder.expanduser()
     except RuntimeError:  # ~ or ~user without a home folder
-        raise BadInput(f"FROSTLAB_CACHE: {folder} has no home folder; name another") from None
+        raise BadInput(
+            f"the cache {folder}: the home folder that ~ stands for is unknown; "
+            "set FROSTLAB_CACHE to a path without ~"
+        ) from None
     return folder if named else folder / "frostlab"
 
 
@@ -349,7 +354,12 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
         with Lock(folder.with_name(folder.name + ".lock")):
             remove_temporary(folder.parent, folder.name)
             if folder.is_dir() and (damaged := damaged_file(folder)) is not None:
-                warnings.warn(f"{damaged} was damaged; it is built again", DamagedCache, 2)
+                warnings.warn(
+                    f"{folder} is built again, because {damaged.relative_to(folder)} is missing, "
+                    "was changed or does not belong there",
+                    DamagedCache,
+                    2,
+                )
                 os.replace(folder, _temporary_name(folder))  # other processes may still read it
                 remove_temporary(folder.parent, folder.name)
             if not folder.is_dir():
@@ -357,9 +367,10 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
                     build(temporary)
                     seal(temporary)
     except OSError as error:
-        reason = error.strerror or error
+        where = "" if error.filename is None else f": {error.filename}"
         raise BadInput(
-            f"the cache {folder.parent} cannot be written: {reason}; set FROSTLAB_CACHE to another"
+            f"{folder} cannot be built or read ({error.strerror or error}{where}); "
+            "if the cache is at fault, set FROSTLAB_CACHE to another folder"
         ) from error
     return folder
 
@@ -381,10 +392,10 @@ def remove_sealed(folder: Path, name: str) -> None:
 
 
 def damaged_file(folder: Path, names: Iterable[str] | None = None) -> Path | None:
-    """Return a file that is missing or was changed since `seal`; None if there is none.
+    """Return a file that is missing or was changed since `seal`; None if all files are intact.
 
     Only `names` are checked (default: all files; then a file without a checksum counts as changed).
-    The result is the seal itself if that is damaged.
+    The result is the file of checksums itself if that is missing or damaged, or lacks a name.
     """
     try:
         sealed = read_json(folder / SEAL)

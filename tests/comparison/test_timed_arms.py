@@ -29,6 +29,7 @@ from frostlab.records.telemetry import Watched
 from frostlab.timing.clock import BlockClock, BlockSeconds
 from frostlab.timing.interleave import Drift, Ratio, StopRule
 from frostlab.training import setup
+from frostlab.training.batches.batch import collate
 from frostlab.training.distributed import Compute
 from frostlab.training.step.captured import CapturedStep
 from frostlab.training.step.eager import EagerStep
@@ -248,6 +249,27 @@ def test_slow_steps_are_timed_on_fewer_batches(monkeypatch: pytest.MonkeyPatch) 
     built = build_arms({"all": recipe}, prepared, "all")
     timed = place_arms(built, prepared, CPU)
     assert [len(arm.order) for arm in timed.values()] == [5] * COPIES
+
+
+def test_every_metered_eager_arm_takes_two_steps_on_the_largest_batch(
+    seen: dict[int, list[bytes]],
+) -> None:
+    """So that the peak memory of all arms has the activations and the optimizer's state."""
+    recipe = arms()["all"]
+    prepared = prepare(recipe)
+    built = build_arms({"all": recipe}, prepared, "all")
+    order = [np.arange(size) for size in (2, 5, 3)]
+    place_arms(built, prepared, CPU, order=order)
+    (steps, *others) = seen.values()
+    assert len(others) == len(CONTROLS)
+    assert all(inputs == steps for inputs in others)
+    examples = prepared.splits["train"]
+    largest = collate(examples, order[1], 0).tensors()
+    content = b"".join(t.numpy().tobytes() for t in largest)
+    assert [inputs.startswith(content) for inputs in steps] == [True, True]
+    seen.clear()
+    place_arms(built, prepared, CPU, order=order, metered=False)
+    assert not seen
 
 
 def test_arms_are_built_again_in_another_order_and_other_memory(

@@ -466,8 +466,16 @@ def test_a_failed_build_leaves_nothing(cache: Path) -> None:
 
 def test_an_unwritable_cache_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match="cannot be written: Not a directory; set FROSTLAB_CACHE"):
+    with pytest.raises(
+        BadInput, match=r"it cannot be built or read \(Not a directory: .*; if the cac"
+    ):
         build_once(tmp_path / "file" / "in" / "it", lambda _: None)
+
+
+def test_a_build_without_its_input_names_the_input(cache: Path, tmp_path: Path) -> None:
+    line = rf"cannot be built or read \(No such file or directory: {tmp_path}/gone\); if the cache"
+    with pytest.raises(BadInput, match=line):
+        build_once(cache / "a", lambda _: open(tmp_path / "gone").close())
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,6 +485,10 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder(None) == Path("/xdg/frostlab")
     monkeypatch.setenv("FROSTLAB_CACHE", "/mine")
     assert cache_folder(None) == Path("/mine")
+    monkeypatch.delenv("FROSTLAB_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-of-this-name/c")
+    with pytest.raises(BadInput, match="^the cache ~nobody-of-this-name/c: the home folder that ~"):
+        cache_folder(None)
 
 
 def test_a_file_that_changes_meanwhile_is_refused(

@@ -63,7 +63,7 @@ def test_the_five_questions_say_what_was_not_run(published: fl.GroupResult) -> N
     assert gap["random"] == "not run"
     assert gap["rates"].endswith(" on accuracy: confounded by optim.lr 0.003 → 0.01")
     transfer = questions["Does it carry from BERT to GPT?"].answer
-    assert transfer.startswith("Not known: BERT: not run. GPT: rates ")
+    assert transfer.startswith("Not known: BERT: no effect measured. GPT: rates ")
 
 
 def test_the_same_call_trains_nothing_again(

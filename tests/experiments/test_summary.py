@@ -84,7 +84,7 @@ def test_an_interaction_of_ratios_is_a_ratio(fair: fl.GroupResult) -> None:
 def test_an_interaction_that_cannot_be_known_says_why(fair: fl.GroupResult) -> None:
     evidence = fair.comparisons["rates"].evidence
     whole = with_values(evidence, BETTER, BASE)
-    assert _interaction(ASKED, {"both": whole}, 1) == "not run: causal."
+    assert _interaction(ASKED, {"both": whole}, 1) == "not finished: causal."
     few = with_values(evidence, BETTER[:3], BASE[:3])
     text = _interaction(ASKED, {"causal": few, "both": whole}, 1)
     assert text == "too few seeds: 3 that both have; at least 5 are needed."
@@ -94,7 +94,8 @@ def test_an_interaction_that_cannot_be_known_says_why(fair: fl.GroupResult) -> N
     other = with_values(evidence, BETTER, BASE, "perplexity")
     text = _interaction(ASKED, {"causal": other, "both": whole}, 1)
     assert text.startswith(
-        "no number can tell, because the metrics are perplexity and accuracy; causal 1.202 × ["
+        "the effects cannot be compared, because the metrics are perplexity and accuracy; "
+        "causal 1.202 × ["
     )
     absent = ASKED.model_copy(update={"arm": "hot"})
     text = _interaction(absent, {"causal": whole, "both": whole}, 1)
@@ -136,7 +137,7 @@ def test_whether_it_carries_over_is_read_from_the_groups_of_both_models() -> Non
     assert transfer("worse", "better").startswith("Not in every comparison: BERT: paper/sst2")
     assert transfer("confounded", "better").startswith("Not shown: BERT: paper/sst2")
     alone = _questions([answered("imdb", "GPT", "better")], {})[-1].answer
-    assert alone.startswith("Not known: BERT: not run. GPT: imdb ")
+    assert alone.startswith("Not known: BERT: no effect measured. GPT: imdb ")
 
 
 def test_a_group_without_oelm_has_no_five_questions() -> None:

@@ -341,7 +341,9 @@ def test_windows_are_at_most_as_long_as_the_table() -> None:
 def test_the_published_attention_has_no_other_kind() -> None:
     with pytest.raises(fl.BadInput, match="attention relative is given, but variant published has"):
         load_recipe("eeg-conformer-v2-published", {"model.attention": "relative"})
-    with pytest.raises(ValueError, match="the published variant has no attention relative"):
+    with pytest.raises(
+        ValueError, match="attention is relative; the published variant has only plain"
+    ):
         replace(PUBLISHED, attention="relative")
 
 

@@ -211,7 +211,12 @@ def test_groups_over_seeds() -> None:
     ("group", "quantities", "sort", "message"),
     [
         ("-sed", [], "", "--group -sed: no run has the key 'sed'; did you mean `seed`?"),
-        ("-seed,treatment", [], "", "give keys to group by, or keys with - to leave out"),
+        (
+            "-seed,treatment",
+            [],
+            "",
+            "give either keys to group by or keys with - to leave out, not both",
+        ),
         (",", [], "", "--group is empty"),
         ("-seed", ["status"], "", "--columns status: no run has a number to average"),
         ("-seed", [], "-acuracy", "the groups have no 'acuracy'; did you mean `accuracy`?"),

@@ -57,7 +57,9 @@ def test_wrapped_models(verb: str, tmp_path: Path) -> None:
         with pytest.raises(fl.BadInput, match=f"{verb} before wrapping"):
             VERBS[verb](wrapped, tmp_path)
     model.encoder.layer[1].compile()
-    with pytest.raises(fl.BadInput, match=r"its `encoder\.layer\.1` is already.*torch\.compile"):
+    with pytest.raises(
+        fl.BadInput, match=r"the model's `encoder\.layer\.1` is already.*torch\.compile"
+    ):
         VERBS[verb](model, tmp_path)
     with pytest.raises(fl.BadInput, match="is not a model"):
         VERBS[verb]("bert", tmp_path)

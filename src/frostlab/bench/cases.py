@@ -162,7 +162,8 @@ def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
         limit = padding_limit(tokens, settings.device)
         order = epoch_order(tokens.lengths, batch, 0, 0, True)
         order = [rows for rows in order if len(rows) == batch]
-        mean, note = float(tokens.lengths.mean()), "IMDB at its real lengths: ours packed"
+        mean = float(tokens.lengths.mean())
+        note = "IMDB at its real lengths: ours packed, theirs padded"
         feed, step_of_each_width = packed_feed(tokens, order, pad)
 
         padded: Feed = lambda step: collate(tokens, order[step % len(order)], pad, limit=limit)  # noqa: E731
@@ -172,7 +173,7 @@ def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
         feed = padded = random_feed(
             batch, length, SMALL_VOCABULARY if settings.small else vocabulary, 2
         )  # fmt: skip
-        note = "random ids of full length, not IMDB: no --data-dir with imdb"
+        note = "random ids of full length, because no --data-dir with imdb was given"
 
     def model(dropout: float) -> nn.Module:
         return gpt(settings, vocabulary, 2, dropout)

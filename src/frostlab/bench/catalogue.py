@@ -33,7 +33,7 @@ class Target:
             (self.faster, "≥ {:g}×"),
             (self.ours_ms, "≤ {:g} ms"),
             (self.memory, "≤ {:.0%} of the memory"),
-            (self.gain_share, "≥ {:.0%} of the FLOP bound"),
+            (self.gain_share, "≥ {:.0%} of the gain that the FLOPs allow"),
         )
         return ", ".join(text.format(value) for value, text in texts if value is not None)
 
@@ -141,7 +141,8 @@ BENCHMARKS = {
         ),
         Benchmark(
             "deep-supervision",
-            "decoders with a loss at each of 4 layers, of 3, of 4 with 3 frozen; V 69,830, d 64",
+            "three decoders with a loss at every layer: of 4 layers, of 3, and of 4 with the "
+            "first 3 frozen; V 69,830, d 64",
             "the same with plain logits",
             "tokens",
             Target(faster=2, memory=0.25),
@@ -149,7 +150,7 @@ BENCHMARKS = {
         ),
         Benchmark(
             "frozen-prefix",
-            "12 layers, 11 frozen, the prefix cached",
+            "12 layers, 11 frozen, their outputs cached",
             "the same uncached",
             "examples",
             Target(faster=3),

@@ -180,9 +180,8 @@ class TrainerLoop:
         self.trainer.remove_callback(PrinterCallback)
         compiles = self.trainer.accelerator.state.dynamo_plugin.backend.value != "NO"
         if compiles != bool(arguments.get("torch_compile")):
-            raise FrostlabError(
-                f"the Trainer {'compiles, but should not' if compiles else 'does not compile'}"
-            )
+            fault = "compiles, but should not" if compiles else "does not compile, but should"
+            raise FrostlabError(f"the Trainer {fault}")
 
     def drive(self, after_step: AfterStep) -> None:
         """Train until `after_step` returns True."""

@@ -56,11 +56,12 @@ def recipes(
     """List the recipes, comparisons and groups that ship with frostlab.
 
     The experiments of the published studies (the sources) are recipes, too; --group
-    lists those of a group with their data, method, learning rate, and the sources'
-    number and time, and the group's comparisons. --json prints a list of objects
-    with the keys kind (recipe, experiment, comparison or group), name and about;
-    with --group, it prints the group and its experiments as one object. --details
-    shows what the experiments of the group, or of all groups, take.
+    lists a group's comparisons and its experiments, with their data, method,
+    learning rate, and the result and the time that the sources reported. --json
+    prints a list of objects with the keys kind (recipe, experiment, comparison or
+    group), name and about; with --group, it prints the group and its experiments as
+    one object. --details shows what the experiments of the group, or of all groups,
+    take.
     """
     if details:
         _show_details(group, as_json)
@@ -200,8 +201,8 @@ def exits(
     """Measure the loss and the cost of a finished language model at every layer.
 
     Each layer is evaluated as if the model ended there, with the run's best
-    weights and on the split of the run's results. They are also written to
-    exits.json in the run's folder.
+    weights, on the report split, which the run's own result comes from. The losses
+    and costs are also written to exits.json in the run's folder.
     """
     from frostlab.records.index import find_run
 

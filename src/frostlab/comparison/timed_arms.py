@@ -92,9 +92,10 @@ class TimedArm:
     """One arm on its device: its model, optimizer, step and batches.
 
     `order` holds the batches to use; by default, they are the first batches of a training run. The
-    constructor warms up the step, and refuses a loss or gradient that is not finite. An eager step
-    is neither warmed up nor checked if `order` is given. The time and memory of building are
-    measured only if `metered`, because measuring takes time itself.
+    constructor warms up the step on every batch, and refuses a loss or gradient that is not finite.
+    If `order` is given, an eager step is warmed up on the largest batch alone, and only if
+    `metered`. The time and memory of building and warming up are measured only if `metered`,
+    because measuring takes time itself.
     """
 
     def __init__(
@@ -120,6 +121,9 @@ class TimedArm:
         self.scored = [self.feed.examples.scored(rows) for rows in self.order]
         if order is None or self.step.kind != "eager":
             self._warm_up_every_shape(shorten=order is None)
+        if metered and self.step.kind == "eager":
+            # The first step makes the optimizer's state; the second has it next to the activations.
+            self._warm_up(self._largest_batch(), repeats=2)
         self.prepare_seconds, self.peak_bytes = meter.read() if meter else (0.0, None)
 
     def take(self, batches: Sequence[int]) -> Outcome:
@@ -144,13 +148,25 @@ class TimedArm:
                 self.order = self.order[:index]
                 return
             shape = shape_key(self.feed(rows))
-            outcome = self.take([index] * (1 if shape in shapes else repeats))
+            self._warm_up(index, 1 if shape in shapes else repeats)
             shapes.add(shape)
-            loss, norm, broken = outcome.values.tolist()
-            if broken >= 0:
-                self._refuse(f"the gradient of {self.step.name_of(int(broken))}", index, loss)
-            if not (abs(loss) < torch.inf and norm < torch.inf):
-                self._refuse("the loss or the norm of the gradient", index, loss)
+
+    def _warm_up(self, index: int, repeats: int) -> None:
+        """Take steps on a batch, and refuse a loss or gradient that is not finite."""
+        loss, norm, broken = self.take([index] * repeats).values.tolist()
+        if broken >= 0:
+            self._refuse(f"the gradient of {self.step.name_of(int(broken))}", index, loss)
+        if not (abs(loss) < torch.inf and norm < torch.inf):
+            self._refuse("the loss or the norm of the gradient", index, loss)
+
+    def _largest_batch(self) -> int:
+        """Return the index of the batch with the largest micro-batch, which needs most memory."""
+
+        def size(index: int) -> int:
+            micro_batches = self.feed(self.order[index])
+            return max(sum(t.nbytes for t in batch.tensors()) for batch in micro_batches)
+
+        return max(range(len(self.order)), key=size)
 
     def _refuse(self, what: str, batch: int, loss: float) -> NoReturn:
         raise FrostlabError(
@@ -236,10 +252,11 @@ def place_arms(
     order: Order | None = None,
     metered: bool = True,
 ) -> dict[str, TimedArm]:
-    """Copy the arms to the device one by one; warm up a step before the next arm is copied.
+    """Copy the arms to the device one by one, and warm up each before the next is copied.
 
     `order` holds the batches of all arms; by default, the first arm chooses them. An eager step is
-    warmed up only if its arm chooses the batches.
+    warmed up on every batch if its arm chooses them, else on one batch, or not at all if it is not
+    `metered`.
     """
     timed: dict[str, TimedArm] = {}
     for name, arm in arms.items():
@@ -278,7 +295,7 @@ class ArmTiming:
     blocks: tuple[float, ...]  # seconds of each block, by round
     step: str  # kind of step: eager, compiled or captured
     step_reason: str  # why this kind was chosen
-    prepare_seconds: float  # time of the first build and warm-up
+    prepare_seconds: float  # time of the first build and warm-up (eager: see `TimedArm`)
     peak_bytes: int | None  # peak memory of the first build and warm-up; None without CUDA
     optimizer_bytes: int  # size of the optimizer's state
     trainable: int  # number of trainable parameters
@@ -343,8 +360,8 @@ def time_arms(
             builds that plan the timing; twice as long if fewer than `FEWEST_BUILDS` builds were
             timed. Two builds are always timed.
         width: target width of every 95 % interval over the builds, including the controls',
-            relative to the ratio: 0.01 means ±0.5 %. The reported intervals are wider if the copies
-            of the baseline differ.
+            relative to the ratio: 0.01 means ±0.5 %. The reported intervals can be wider: they hold
+            for all arms at once, and they allow for differences between the copies of the baseline.
         alpha: the reported intervals of all arms hold simultaneously with confidence 1 − alpha.
             Those of all controls hold simultaneously with 95 %.
         block: steps per block; by default, enough steps for an accurate time, or fewer if the time

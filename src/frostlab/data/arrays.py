@@ -14,7 +14,7 @@ from frostlab.data.files import RATIO, UNPACKED
 from frostlab.errors import BadInput, first_line
 from frostlab.storage import open_regular
 
-VALUES = 1 << 27  # the most values of one array; all arrays of a .npz may take 8 bytes for each
+VALUES = 1 << 27  # the most values of one array; all arrays of a .npz together: 8 × as many bytes
 _HEADER = 10_000  # the most bytes of an array's header, as in NumPy
 
 
@@ -40,7 +40,8 @@ def read_npz(path: Path) -> dict[str, NDArray[Any]]:
                 raise BadInput(f"{path} unpacks to more than {8 * VALUES >> 30} GiB")
             if unpacked > max(UNPACKED, RATIO * os.fstat(file.fileno()).st_size):
                 raise BadInput(
-                    f"{path} unpacks to more than {RATIO} times its own size; use np.savez"
+                    f"{path} unpacks to more than {RATIO} times its own size; "
+                    "save it with np.savez, which does not compress"
                 )
             for member in members:
                 name = member.filename.removesuffix(".npy")

@@ -37,11 +37,11 @@ _GIGABYTE = 1e9
 
 @dataclass(frozen=True)
 class Entry:
-    """An experiment and what it takes; None: not known."""
+    """An experiment and what it takes; a number that is None is not known."""
 
     id: str
-    extends: str | None
-    digest: str
+    extends: str | None  # the recipe that its recipe extends, if any
+    digest: str  # of the recipe
     parameters: int  # in the last stage, if there are several
     trainable: int  # in the last stage, if there are several
     steps: int | None
@@ -50,9 +50,9 @@ class Entry:
     flops: float | None  # of all steps, matmuls only
     seconds: float | None  # of all steps on MACHINE, without evaluations
     memory_bytes: int | None  # at the peak of a step
-    memory_measured: bool
+    memory_measured: bool  # else `memory_bytes` is an estimate
     reported: dict[str, float]  # by the sources
-    optional: bool
+    optional: bool  # whether the sources left it to the reader
 
 
 def catalogue(groups: Iterable[Group]) -> dict[str, list[Entry]]:

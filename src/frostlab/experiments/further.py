@@ -48,7 +48,7 @@ class FurtherArm:
     """One arm on further data."""
 
     summary: Summary | None  # of the metric over the seeds; None without a score
-    gap: Effect | None  # paired effect against the baseline; None for it, and without pairs
+    gap: Effect | None  # paired effect; None for the baseline, and without pairs
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def group_plans(
 def _published(group: Group, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a comparison that the sources made, with its confounds declared."""
     keys = dict(group.published[name])
-    settings = {key: value for key, value in settings.items() if key != "scale"}  # of the plan
+    settings = {key: value for key, value in settings.items() if key != "scale"}  # make_plan scales
     first, *others = recipes = [group.recipe(arm, settings) for arm in keys["arms"]]
     changed = [{}, *(changed_settings(first, recipe) for recipe in others)]
     arms = [

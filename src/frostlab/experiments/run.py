@@ -66,7 +66,7 @@ class GroupResult:
 
     @property
     def summary(self) -> GroupSummary:
-        """The results of every comparison and arm, with the sources' numbers."""
+        """The results of every comparison and arm, with those that the sources reported."""
         return read_summary(self.folder)
 
     @property
@@ -113,8 +113,8 @@ def compare_group(
         rounds: number of extra whole runs per arm, which alternate between arms for timing.
         settings: settings of the recipe for every arm of every comparison.
         quick: plan short runs, and by default fewer seeds and shorter step timing.
-        scale: tiny or small: every arm with fewer examples, fewer steps and narrower layers; None:
-            the recipes' scale.
+        scale: tiny, small or full; at tiny and small, every arm has fewer examples, fewer steps and
+            narrower layers. None: the recipes' scale.
         stand_in: use built-in data, a learned tokenizer or random weights in place of missing ones.
         out: the group's folder; by default `comparisons/GROUP`, with `-as-published`, the scale and
             `-quick` added to the name where they apply.
@@ -313,7 +313,7 @@ def _find_data(
     """
     data, cache = recipe.data, cache_folder(None)
     if isinstance(data, Synthetic) and further:
-        raise BadInput(f"data.name {data.name}: generated data have no further data")
+        raise BadInput(f"data.name {data.name}: generated data cannot be evaluated on further data")
     if isinstance(data, Synthetic | EEGData):
         prepare(recipe, data_dir)
         return

@@ -83,7 +83,8 @@ class PlannedStage:
 def planned_stages(recipe: Recipe, models: Models) -> Iterator[PlannedStage]:
     """Yield a recipe's stages; `models` keeps the models that several recipes share.
 
-    Stages in epochs of data of an unknown size have the steps of a single example.
+    If the number of training examples is not known, a stage that is given in epochs has as many
+    steps as one example would need.
     """
     recipe = with_vocabulary(recipe)
     model, parts = _model_of(recipe, models)

@@ -1,7 +1,8 @@
-"""The summary of a group of comparisons: each arm's results next to the sources' numbers.
+"""The summary of a group of comparisons: each arm's results next to those that sources reported.
 
-An arm is a variant of a recipe; each is compared with the baseline arm. `summarize` reads the
-evidence of the group's comparisons; those that have not been carried out are listed as not run.
+The sources are the published studies that the group repeats. An arm is a variant of a recipe; each
+is compared with the baseline arm. `summarize` reads the evidence of the group's comparisons; those
+without evidence are listed as not run, or as not finished if they have a folder.
 summary.json has the keys of `GroupSummary`.
 """
 
@@ -57,14 +58,14 @@ class ArmSummary:
     runs: int  # finished runs
     mean: float | None  # of the metric, over the finished runs that can be paired
     std: float | None
-    gap: Effect | None  # paired effect against the baseline; None for it, and without pairs
+    gap: Effect | None  # paired effect; None for the baseline, and without pairs
     verdict: Word | None  # None for the baseline
     sentence: str | None
     retained: float | None  # share of the baseline's metric (_retained); above 1: better
     confounds: tuple[str, ...]  # settings besides the treatment that differ from the baseline
     time: TimeGap | None  # None for the baseline, or if steps were not timed
     experiment: str | None  # id of the sources' experiment to which the arm corresponds
-    reported: dict[str, float]  # metric → the number that the sources reported for it
+    reported: dict[str, float]  # what the sources reported, by metric (times in seconds)
 
 
 @dataclass(frozen=True)
@@ -359,7 +360,7 @@ def _transfer(
                 notes = ", ".join([str(arm.verdict), *comparison.reduced])
                 effects.append(f"{name} {effect_text(arm.gap)} ({notes})")
                 words.setdefault(model, set()).add(str(arm.verdict))
-        parts.append(f"{model}: {', '.join(effects) if effects else 'not run'}.")
+        parts.append(f"{model}: {', '.join(effects) if effects else 'no effect measured'}.")
     missing = [model for model in _MODELS if model not in words]
     if missing:
         return f"Not known: {' '.join(parts)}"
@@ -407,14 +408,14 @@ def _interaction(
     names = (interaction.comparison, interaction.against)
     missing = [name for name in names if name not in finished]
     if missing:
-        return f"not run: {', '.join(missing)}."
+        return f"not finished: {', '.join(missing)}."
     own, other = (finished[name] for name in names)
     if interaction.arm not in own.verdicts or interaction.arm not in other.verdicts:
         return f"not known: {interaction.arm} is not compared with a baseline in both."
     parts = "; ".join(_effect_in(name, finished[name], interaction.arm) for name in names)
     if own.rules.metric != other.rules.metric:
         metrics = f"{own.rules.metric} and {other.rules.metric}"
-        return f"no number can tell, because the metrics are {metrics}; {parts}."
+        return f"the effects cannot be compared, because the metrics are {metrics}; {parts}."
     for name in names:
         if (word := finished[name].verdicts[interaction.arm].word) in _NO_VALUE:
             return f'not shown: the verdict on {name} is "{word}".'

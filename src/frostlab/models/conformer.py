@@ -68,7 +68,7 @@ class ConformerConfig:
         if self.kernel % 2 == 0:
             raise ValueError(f"kernel {self.kernel} is even; choose an odd one")
         if self.published and self.attention != "plain":
-            raise ValueError(f"the published variant has no attention {self.attention}")
+            raise ValueError(f"attention is {self.attention}; the published variant has only plain")
 
 
 def sinusoids(places: Tensor, width: int) -> Tensor:

@@ -67,7 +67,9 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         raise
     except Exception as error:  # damaged files raise errors of many kinds
         reason = first_line(error).partition(". ")[0]  # the rest advises unpickling anyway
-        raise BadInput(f"{path} is not a file of weights only ({reason:.120})") from None
+        raise BadInput(
+            f"{path} is damaged, or holds more than tensors and plain values ({reason:.120})"
+        ) from None
     for key in ("state_dict", "model"):  # a training checkpoint holds its weights under this key
         if isinstance(values, dict) and isinstance(values.get(key), dict):
             values = values[key]

@@ -328,7 +328,9 @@ def group_keys(runs: Sequence[Summary], text: str) -> list[str]:
     if not left_out:
         return parts
     if len(left_out) < len(parts):
-        raise BadInput(f"--group {text}: give keys to group by, or keys with - to leave out")
+        raise BadInput(
+            f"--group {text}: give either keys to group by or keys with - to leave out, not both"
+        )
     facts = [key for key in ("data", "model", "treatment", "seed") if _differs(runs, key)]
     keys = [*facts, *(key for key in differing(runs) if key not in ("data.name", "model.kind"))]
     return [key for key in keys if key not in left_out]

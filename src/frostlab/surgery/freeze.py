@@ -309,7 +309,7 @@ def refuse_wrapped(model: nn.Module, verb: str) -> None:
         raise BadInput(f"{verb}: {model!r} is not a model")
     for path, module in model.named_modules():
         if kind := _wrapper(module):
-            where = f"its `{path}`" if path else "the model"
+            where = f"the model's `{path}`" if path else "the model"
             raise BadInput(
                 f"{verb}: {where} is already wrapped ({kind}); unwrap it, or {verb} before wrapping"
             )

@@ -49,7 +49,8 @@ from frostlab.training.step.optimizer import optimizer_tensors, rate_at, restore
 from frostlab.training.step_log import Entry, StepLog
 from frostlab.training.treatment import count_parameters
 
-_HISTOGRAM_STEPS = 100  # fewest steps between two evaluations that write histograms
+# fewest steps between two evaluations that write histograms; a stage's last step always does
+_HISTOGRAM_STEPS = 100
 
 
 class Stopped(Exception):

@@ -148,7 +148,7 @@ def prepare_data(
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A recipe's model on the CPU, treated, with the layers of the stages entered so far."""
+    """A recipe's model on the CPU, changed by its treatment and by the stages entered so far."""
 
     model: nn.Module
     # keys of the parts (`frostlab.roles.parts`) that the treatment changed or added

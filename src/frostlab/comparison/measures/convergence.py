@@ -2,8 +2,9 @@
 
 An arm is a variant of the compared recipe, trained with several seeds. The target is the recipe's
 `evaluate.target`, if it is for the compared metric. Else it is a value that only the baseline's
-runs decide: the mean of their best values halfway through their evaluations. A run reaches it at
-the first evaluation, on the split that selects the weights, with a value as good or better.
+runs decide: the mean of the best values that they had halfway through their evaluations. A run
+reaches it at the first evaluation, on the split that selects the weights, with a value as good or
+better. Only finished runs count as having reached it.
 """
 
 import math
@@ -32,14 +33,14 @@ class _Evaluation:
     """One evaluation of a run while it trains."""
 
     value: float
-    spent: dict[str, float]  # until it, by the keys of `CONVERGED`
+    spent: dict[str, float]  # steps, epochs and seconds until then: the keys of `CONVERGED`
 
 
 _Curves = Mapping[int, Sequence[_Evaluation]]  # by seed: the evaluations of a finished run
 
 
 def convergence(runs: Runs, rules: Rules) -> Convergence | None:
-    """Return how soon the arms reached a target; None if no baseline run was evaluated."""
+    """Return how soon the arms reached a target; None if no finished baseline run has a value."""
     plan = runs.plan
     curves = {
         arm.name: {
@@ -157,10 +158,11 @@ def _counted(runs: Runs, arm: str) -> set[int]:
 
 
 def _ratio(own: Sequence[float], base: Sequence[float], missed: int, level: float) -> Effect | None:
-    """Return the paired ratio; `missed` counts the seeds that only the baseline reached.
+    """Return the paired ratio of what both arms spent; None without a pair, or if a value is 0.
 
-    Seeds that only the arm reached count negative. If all ratios are equal, as when every run
-    arrives at the same evaluation, the noise is not known, so there is no interval.
+    `missed` is the number of seeds with which only the baseline reached the target, minus the
+    number with which only the arm did. If all ratios are equal, as when every run arrives at the
+    same evaluation, the noise is not known, so there is no interval.
     """
     if not own or min(*own, *base) <= 0:
         return None

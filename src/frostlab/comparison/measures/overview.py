@@ -29,7 +29,7 @@ class OverviewRow:
     method: str  # name of the treatment
     total_seconds: float | None = None  # mean over whole runs
     step_seconds: float | None = None  # an interleaved step; else the mean step of whole runs
-    gap: str | None = None  # effect on the metric with its interval and verdict
+    gap: str | None = None  # effect on the metric with its interval and verdict, or `baseline`
     status: str = "not run"
 
     def cells(self) -> list[str]:
@@ -89,7 +89,8 @@ def model_name(recipe: Mapping[str, Any]) -> str:
     """Return the name of a recipe's model with its size, such as `GPT-Medium-512`.
 
     Other sizes are layers × width, as in `Decoder-4x64`; layers that stages add count, too. A
-    pretrained model has its own name, with a remark if its weights or its settings are not used.
+    pretrained model has its own name, with a remark if its weights are random or its settings are
+    changed.
     """
     model = recipe["model"]
     kind = str(model["kind"])

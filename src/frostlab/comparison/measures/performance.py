@@ -1,6 +1,8 @@
 """Means of the arms' metrics, and the share of the baseline's performance that an arm retains.
 
 An arm is a variant of the compared recipe; the baseline is the arm that others are compared with.
+A run can be paired unless it differs from the baseline's run of the same seed in more than the plan
+declares (`Evidence.refused_pairs`).
 """
 
 from collections.abc import Iterable
@@ -21,9 +23,9 @@ def mean_of(evidence: Evidence, arm: str, metric: str) -> float | None:
 
 
 def mean(values: Iterable[float | None], metric: str) -> float | None:
-    """Return the mean of a metric's values that are known: geometric if it is compared as a ratio.
+    """Return the mean of a metric's values that are known; None if there are none.
 
-    Return None without a value.
+    The mean is geometric if the metric is compared as a ratio and all values are above 0.
     """
     known = [value for value in values if value is not None]
     if not known:
@@ -37,8 +39,8 @@ def retained(evidence: Evidence, arm: str, metric: str | None = None) -> Effect 
 
     The share is the arm's value divided by the baseline's, or the reverse if lower values are
     better, as the geometric mean over the seeds with which both finished. The intervals of all arms
-    hold simultaneously; the values of tuned settings count as given. Return None if no such pair
-    exists, or if a value is not above 0, because a share of it has no meaning.
+    hold simultaneously; they do not include the uncertainty of tuned values. Return None if no such
+    pair exists, or if a value is not above 0, because a share of it has no meaning.
     """
     metric = metric or evidence.rules.metric
     own, base = (_values(evidence, name, metric) for name in (arm, evidence.baseline))

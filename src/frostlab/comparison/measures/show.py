@@ -36,7 +36,7 @@ def step_times(evidence: Evidence) -> str:
     proof = "proven" if timing.proven else f"**unproven**: {escaped('; '.join(timing.reasons))}"
     note = (
         f"The arms took turns in one process for {timing.rounds} rounds in {timing.seconds:.0f} s, "
-        f"until {stopped}; all models were built {timing.builds} times. "
+        f"until {stopped}; all models were built and timed {timing.builds} times. "
         "The A/A controls are more copies of the baseline. The one that differs most from the "
         f"other copies has, with 95 % confidence over all controls, the ratio "
         f"{ratio_text(timing.control)}. The timing is {proof}. FLOPs allow: the smallest ratio "
@@ -178,11 +178,12 @@ def convergence_section(evidence: Evidence) -> str:
         f"The target is {escaped(convergence.metric)} {convergence.target:.6g} on the split that "
         f"selects the weights: {escaped(convergence.place)}. A run reaches it at the first "
         "evaluation that is as good, so the numbers are only as fine as the interval between "
-        "evaluations. Reached: runs that reached it, of those that finished or diverged; means are "
-        "over the runs that reached it. Ratios are paired by seed over the seeds with which both "
-        f"arms reached it, with {confidence:.4g} % confidence over all arms, and without an "
-        "interval if all ratios are equal. An arm that reached it less often is flattered by that "
-        "choice of seeds, so its interval has no upper end (and none below if the baseline did). "
+        "evaluations. Reached: finished runs that reached it, of all that finished or diverged; "
+        "means are over the runs that reached it. Ratios are paired by seed over the seeds with "
+        f"which both arms reached it, with {confidence:.4g} % confidence over all arms, and "
+        "without an interval if all ratios are equal. An arm that reached it less often than the "
+        "baseline is flattered by that choice of seeds, so its interval has no upper end; it has "
+        "no lower end if the baseline reached the target less often. "
         f"{whole_run_note(evidence).capitalize()}. No verdict follows."
     )
     if convergence.evaluations == 1:

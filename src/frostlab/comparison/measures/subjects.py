@@ -25,8 +25,8 @@ def subject_tests(
 ) -> dict[str, SplitTests]:
     """Test EEG decoders on each split: against the baseline by subject, against ridge by seed.
 
-    Each subject counts once, with its mean Fisher z over the seeds that both arms have. Runs of
-    other tasks have no file of scores and are skipped.
+    Each subject counts once, with its mean Fisher z over the seeds that the arm and the baseline
+    share. Runs of other tasks have no file of scores and are skipped.
     """
     left_out = {(pair.arm, pair.seed) for pair in refused}
     scores = {

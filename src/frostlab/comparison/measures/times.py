@@ -31,7 +31,7 @@ class ArmTimes:
     per_epoch: Summary | None  # training alone, over all epochs of all runs
     scaled: bool  # whether `per_epoch` is scaled from runs shorter than an epoch
     per_step: float | None  # of the steps after warm-up in whole runs
-    validation: float | None  # all evaluations of a run on the selecting split
+    validation: float | None  # a run's evaluations on the split that selects the weights
     evaluation: Summary | None  # one of these evaluations
     evaluations: float | None  # how many a run has
     utilisation: float | None  # of the GPU, in percent
@@ -82,8 +82,9 @@ def arm_times(evidence: Evidence, arm: str) -> ArmTimes:
 def total_gap(evidence: Evidence, arm: str) -> TotalGap | None:
     """Compare the total times of an arm and the baseline, with 95 % confidence.
 
-    Runs that alternate between the arms come first, if there are at least two rounds; else the
-    runs of the comparison itself are paired by seed. Return None without a pair.
+    The alternating runs are compared if there are at least two rounds and all of them finished;
+    else the runs of the comparison itself are paired by seed. Return None without a pair, or if a
+    time is 0.
     """
     rounds = [evidence.rounds.get(name) for name in (arm, evidence.baseline)]
     if all(own is not None and own.finished and len(own.seconds) > 1 for own in rounds):
@@ -126,7 +127,7 @@ def gap_note(evidence: Evidence, gap: TotalGap) -> str:
 
 
 def round_times(plan: Plan, rounds: Mapping[tuple[str, int], RunSummary]) -> dict[str, RoundTimes]:
-    """Return the times of the timed whole runs by arm, and their ratio to the baseline's."""
+    """Return the times of the alternating whole runs by arm, and their ratio to the baseline's."""
     if not rounds:
         return {}
     baseline = plan.baseline.name

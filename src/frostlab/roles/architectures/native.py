@@ -104,10 +104,11 @@ CONFORMER_LAYER: Table = {
     "attention.norm": "norm",
     "attention.qkv": QKV,
     "attention.out": "output",
-    "attention.position": "position",  # these three only with relative positions
+    "attention.position": "position",  # these three only with attention: relative
     "attention.content_bias": "position",
     "attention.place_bias": "position",
-    "attention.relative_positions": "position",  # only in the published variant
+    # only in the published variant, whose attention is plain
+    "attention.relative_positions": "position",
     "convolution.norm": "norm",
     "convolution.enter": "conv",
     "convolution.depthwise": "conv",
