@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from frostlab.flow.measurements import Flow, load_flow
     from frostlab.flow.watch import watch
     from frostlab.integrations.transformers import GradFlowCallback
+    from frostlab.pages.write import report
     from frostlab.recipe.load import load_recipe
     from frostlab.recipe.recipe import Recipe
     from frostlab.records.folder import RunRecord
@@ -89,6 +90,7 @@ _HOMES = {  # public name → the module inside frostlab that defines it
     "register_data": "data.registered",
     "register_metric": "training.evaluate",
     "register_treatment": "training.treatment",
+    "report": "pages.write",
     "run": "use.run",
     "runs": "records.query",
     "save_trainable": "surgery.save",
@@ -140,6 +142,7 @@ __all__ = [
     "register_data",
     "register_metric",
     "register_treatment",
+    "report",
     "run",
     "runs",
     "save_trainable",

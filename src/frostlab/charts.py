@@ -1,14 +1,15 @@
-"""Drawing of Altair charts as PNG files, and as SVG that is safe to insert into a page.
+"""The theme of all charts, and their drawing as files and as SVG that is safe in a page.
 
 Texts in a chart come from models and data, so they can be anything. The drawing library aborts the
 whole process at a character that XML does not allow, and takes minutes for a very long label.
-`_cleaned` escapes such characters and shortens long texts before a chart is drawn.
+`cleaned` escapes such characters and shortens long texts before a chart is drawn.
 """
 
 import json
 import re
 import struct
 import zlib
+from collections.abc import Sequence
 from typing import Any
 from xml.etree import ElementTree
 
@@ -17,6 +18,15 @@ from markupsafe import Markup
 from frostlab.errors import FrostlabError, first_line, require
 from frostlab.text import plain
 
+# Colours of arms, which differ for people with every kind of colour vision (after Okabe and Ito)
+# and are legible on white and on black.
+PALETTE = (
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#a8760b", "#3f9bd9", "#8a63b0", "#7f7f7f",
+)  # fmt: skip
+SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
+GREY, RED = "#8c8c8c", "#d62728"
+_FONT = "Liberation Sans, Arial, Helvetica, Noto Sans CJK SC, Noto Sans CJK JP, sans-serif"
+_INK = "#222222"  # text on white; in a page, text has the page's own colour
 LONGEST = 100  # characters of a text in a chart
 _LARGEST = 1e300  # larger numbers are not drawn, like infinity
 LABEL = 40  # characters of a label at an axis, whose width is slow to measure
@@ -46,9 +56,46 @@ def label(text: str, most: int = LABEL) -> str:
     return text if len(text) <= most else f"…{text[1 - most :]}"
 
 
+def themed(
+    chart: Any, in_page: bool, data: dict[str, Sequence[dict[str, Any]]] | None = None
+) -> dict[str, Any]:
+    """Return an Altair chart's specification in frostlab's theme, for a page or on white.
+
+    `data` are the rows of its named data. They are added last, because Altair copies and validates
+    its data at every call.
+    """
+    ink = "currentColor" if in_page else _INK
+    axis = {"labelColor": ink, "titleColor": ink, "domainColor": GREY, "tickColor": GREY,
+            "titleFontWeight": "normal"}  # fmt: skip
+    styled = (
+        chart.configure(background="transparent" if in_page else "white", font=_FONT)
+        .configure_axis(**axis, gridColor=GREY, gridOpacity=0.25)
+        .configure_legend(labelColor=ink, titleColor=ink)
+        .configure_header(labelColor=ink, titleColor=ink)
+        .configure_title(color=ink, fontSize=13)
+        .configure_text(color=ink)
+        .configure_range(category=list(PALETTE), symbol=list(SHAPES))
+        .configure_view(stroke=None)
+    )
+    spec: dict[str, Any] = styled.to_dict(validate=False)
+    spec["datasets"] = {**spec.get("datasets", {}), **(data or {})}
+    return spec
+
+
 def png(spec: dict[str, Any], scale: float) -> bytes:
     """Draw a Vega-Lite specification as a PNG file."""
     return _compressed(_draw("png", spec, scale=scale))
+
+
+def figure_files(spec: dict[str, Any], scale: float = 2) -> dict[str, bytes]:
+    """Draw a specification once, and return it as SVG, PNG and PDF files, by ending."""
+    _, vl_convert = require_drawing("drawing a chart")
+    drawing = _draw("svg", spec)
+    return {
+        "svg": drawing.encode(),
+        "png": vl_convert.svg_to_png(drawing, scale=scale),
+        "pdf": vl_convert.svg_to_pdf(drawing),
+    }
 
 
 def svg(spec: dict[str, Any], name: str) -> Markup:
@@ -61,7 +108,7 @@ def svg(spec: dict[str, Any], name: str) -> Markup:
 
 def _draw(kind: str, spec: dict[str, Any], **options: Any) -> Any:
     _, vl_convert = require_drawing("drawing a chart")
-    text = json.dumps(_cleaned(spec), allow_nan=False)
+    text = json.dumps(cleaned(spec), allow_nan=False)
     try:
         return getattr(vl_convert, f"vegalite_to_{kind}")(text, **options)
     except ValueError as error:  # the library's only error, with a trace of its JavaScript
@@ -70,12 +117,12 @@ def _draw(kind: str, spec: dict[str, Any], **options: Any) -> Any:
         raise FrostlabError(f"the chart cannot be drawn: {plain(reason)}") from None
 
 
-def _cleaned(value: Any) -> Any:
+def cleaned(value: Any) -> Any:
     """Return a specification with short printable texts, and None for NaN and huge numbers."""
     if isinstance(value, dict):
-        return {_cleaned(key): _cleaned(inner) for key, inner in value.items()}
+        return {cleaned(key): cleaned(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_cleaned(inner) for inner in value]
+        return [cleaned(inner) for inner in value]
     if isinstance(value, str):
         return label(value, LONGEST)
     if isinstance(value, bool) or value is None:

@@ -68,7 +68,7 @@ def render(body: str, title: str, **values: Any) -> str:
     a drawing that `charts.svg` has checked, is inserted as it is. Templates can call
     `figure(svg, label, caption)`.
     """
-    template = _ENVIRONMENT.from_string(_BODY.replace("BODY", body))
+    template = environment.from_string(_BODY.replace("BODY", body))
     return template.render(title=title, policy=POLICY, style=Markup(_STYLE), **values) + "\n"
 
 
@@ -76,7 +76,7 @@ def _shown(value: Any) -> Any:
     return value if isinstance(value, Markup) or not isinstance(value, str) else plain(value)
 
 
-_ENVIRONMENT = Environment(
+environment = Environment(
     autoescape=True,
     finalize=_shown,
     undefined=StrictUndefined,

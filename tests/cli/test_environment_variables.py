@@ -60,7 +60,7 @@ def test_every_reader_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cache_without_a_home_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FROSTLAB_CACHE", "~nobody-has-this-name/x")
-    with pytest.raises(BadInput, match="FROSTLAB_CACHE: ~nobody-has-this-name/x has no home"):
+    with pytest.raises(BadInput, match="the cache ~nobody-has-this-name/x: the home folder"):
         cache_folder(None)
 
 

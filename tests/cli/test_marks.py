@@ -73,7 +73,7 @@ COMMANDS = {  # arguments to try, by command
     "generate": [["one", "--prompt", "Return", "--tokens", "2"]],
     "diagnose": [["one"], ["one", "--json"]],
 }  # fmt: skip
-ELSEWHERE = {"run", "compare", "judge", "export", "envelopes"}  # in the tests below
+ELSEWHERE = {"run", "compare", "judge", "export", "envelopes", "report"}  # in the tests below
 
 
 @pytest.mark.parametrize(

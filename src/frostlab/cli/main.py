@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from frostlab import __version__
-from frostlab.cli import bench, compare, diagnose, inspect, needs, records, runs, use
+from frostlab.cli import bench, compare, diagnose, inspect, needs, records, report, runs, use
 from frostlab.cli.options import echo
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.launcher import check_variables, world_size
@@ -77,6 +77,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {  # in the order of --help
     "diagnose": diagnose.diagnose,
     "compare": compare.compare,
     "judge": compare.judge,
+    "report": report.report,
     "verify": records.verify,
     "evaluate": use.evaluate,
     "predict": use.predict,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from frostlab.charts import label, png, require_drawing, svg
+from frostlab.charts import GREY, RED, label, png, require_drawing, svg, themed
 from frostlab.flow.diagnosis import RATIO_WORDS, front_ratios
 from frostlab.flow.measurements import Report
 
@@ -38,8 +38,6 @@ MOST_ROWS = 200  # further rows are not drawn
 _PURPOSE = "drawing a flow"
 _LARGEST = 1e300  # upper end of a colour scale; its logarithms must not overflow
 _WIDTH = 280  # width of a plot, in pixels
-_GREY, _RED = "#8c8c8c", "#d62728"
-_INK = {"svg": "currentColor", "png": "#222222"}  # text colour: the page's own, or dark on white
 
 
 @dataclass(frozen=True)
@@ -171,14 +169,14 @@ def heat_png(flow: "Flow", scale: float = 1.5) -> bytes:
     grids = _grids(flow)
     both = alt.hconcat(*map(_heat, grids), spacing=24).resolve_scale(color="independent")
     both = both.properties(padding={"left": 5, "top": 5, "bottom": 5, "right": 20})
-    spec = _spec(both, "png", {grid.quantity: _cells(grid) for grid in grids})
+    spec = themed(both, False, {grid.quantity: _cells(grid) for grid in grids})
     return png(spec, scale)
 
 
 def heat_svgs(flow: "Flow") -> dict[str, Markup]:
     """Draw one heat map per quantity; each cell shows its value as a tooltip."""
     return {
-        g.quantity: svg(_spec(_heat(g), "svg", {g.quantity: _cells(g)}), g.quantity)
+        g.quantity: svg(themed(_heat(g), True, {g.quantity: _cells(g)}), g.quantity)
         for g in _grids(flow)
     }
 
@@ -189,7 +187,7 @@ def norm_svg(flow: "Flow") -> Markup:
     series = {title: _points(flow.norms(quantity)) for quantity, title in titles}
     if not series["before clipping"]:
         series = {"gradient": series["after clipping"]}
-    return svg(_spec(_lines(series, "norm of the whole gradient"), "svg"), "norm")
+    return svg(themed(_lines(series, "norm of the whole gradient"), True), "norm")
 
 
 def front_svg(flow: "Flow") -> Markup | None:
@@ -203,11 +201,11 @@ def front_svg(flow: "Flow") -> Markup | None:
         return None
     limits = [{"limit": limit, "word": f"{word} < {limit:g}"} for limit, word in RATIO_WORDS]
     base = alt.Chart(alt.Data(values=limits)).encode(y="limit:Q")
-    rule = base.mark_rule(strokeDash=[4, 3], stroke=_GREY)
-    text = base.mark_text(align="left", dx=4, x=_WIDTH, color=_GREY).encode(text="word:N")
+    rule = base.mark_rule(strokeDash=[4, 3], stroke=GREY)
+    text = base.mark_text(align="left", dx=4, x=_WIDTH, color=GREY).encode(text="word:N")
     chart = _lines({"front/output": points}, "front / output gradient") + rule + text
     return svg(
-        _spec(chart.properties(padding={"left": 12, "top": 5, "bottom": 8, "right": 40}), "svg"),
+        themed(chart.properties(padding={"left": 12, "top": 5, "bottom": 8, "right": 40}), True),
         "front",
     )
 
@@ -265,9 +263,7 @@ def _heat(grid: Grid) -> Any:
         base.mark_rect(fillOpacity=0.3)
         .transform_filter("datum.kind != 'number'")
         .encode(
-            fill=alt.when("datum.kind == 'broken'")
-            .then(alt.value(_RED))
-            .otherwise(alt.value(_GREY))
+            fill=alt.when("datum.kind == 'broken'").then(alt.value(RED)).otherwise(alt.value(GREY))
         )
     )
     signs = (
@@ -300,23 +296,3 @@ def _lines(series: dict[str, list[dict[str, float]]], title: str) -> Any:
 def _points(series: dict[int, float]) -> list[dict[str, float]]:
     """Return the finite positive points, which a logarithmic axis can show."""
     return [{"step": s, "value": v} for s, v in series.items() if math.isfinite(v) and v > 0]
-
-
-def _spec(chart: Any, kind: str, data: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the chart's specification, with colours for `kind`: svg or png.
-
-    The data are added last, because altair copies and validates its data at every call.
-    """
-    ink = _INK[kind]
-    axis = {"labelColor": ink, "titleColor": ink, "domainColor": _GREY, "tickColor": _GREY}
-    styled = (
-        chart.configure(background="transparent" if kind == "svg" else "white")
-        .configure_axis(**axis, gridColor=_GREY, gridOpacity=0.25)
-        .configure_legend(labelColor=ink, titleColor=ink)
-        .configure_title(color=ink, fontSize=13)
-        .configure_text(color=ink)
-        .configure_view(stroke=None)
-    )
-    spec = styled.to_dict(validate=False)
-    spec["datasets"] = {**spec.get("datasets", {}), **(data or {})}
-    return spec

@@ -1,0 +1,1 @@
+"""Reports of runs and comparisons: a page, a record in Markdown, figures and tables."""

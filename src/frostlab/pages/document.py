@@ -1,0 +1,112 @@
+"""A report as one HTML file, which needs no other file and loads nothing.
+
+Every figure is in the page as a picture. With JavaScript, the same chart is drawn again by Vega,
+which is inside the page, so that one can point at it, zoom, and hide arms. The page's
+Content-Security-Policy allows no request, and no script but these two.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import cache
+from importlib.resources import files
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from frostlab.charts import PALETTE, cleaned, require_drawing, svg, themed
+from frostlab.html import environment
+from frostlab.pages.content import Block, Cell, Document, Figure, Paragraph, Table
+from frostlab.storage import build_once, cache_folder
+
+_BUNDLE = "vega.js"
+
+
+def page(document: Document) -> str:
+    """Return the HTML of a report."""
+    scripts = [vega(), _file("report.js")]
+    hashes = " ".join(f"'sha256-{_hash(script)}'" for script in scripts)
+    policy = (
+        # Vega compiles its expressions, which 'unsafe-eval' allows; all of them are frostlab's.
+        f"default-src 'none'; script-src {hashes} 'unsafe-eval'; style-src 'unsafe-inline'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    arms = [
+        {"name": arm, "colour": Markup(colour_of(number))}
+        for number, arm in enumerate(document.arms)
+    ]
+    sections = [
+        {"name": section.name, "title": section.title, "blocks": _blocks(section.blocks)}
+        for section in document.sections
+    ]
+    template = environment.from_string(_file("report.html.jinja"))
+    return template.render(
+        title=document.title, about=document.about, language=document.language, arms=arms,
+        first=_blocks(document.first), sections=sections, problems=document.problems,
+        policy=policy, style=Markup(_file("report.css")), vega=Markup(scripts[0]),
+        script=Markup(scripts[1]),
+    )  # fmt: skip
+
+
+def colour_of(number: int) -> str:
+    """Return the colour of an arm by its place in the plan."""
+    return PALETTE[number % len(PALETTE)]
+
+
+def _file(name: str) -> str:
+    return files("frostlab.pages").joinpath(name).read_text(encoding="utf-8")
+
+
+def _blocks(blocks: Sequence[Block]) -> list[dict[str, Any]]:
+    """Return the template's values of blocks; items in succession become one list."""
+    listed = groupby(blocks, lambda block: isinstance(block, Paragraph) and block.item)
+    return [
+        values
+        for is_list, members in listed
+        for values in (
+            [{"kind": "list", "entries": list(members)}] if is_list else map(_block, members)
+        )
+    ]
+
+
+def _block(block: Block) -> dict[str, Any]:
+    values = {field.name: getattr(block, field.name) for field in fields(block)}
+    if isinstance(block, Table):
+        columns = zip(*block.rows, strict=True)
+        values["numeric"] = [any(map(_is_number, column)) for column in columns]
+    if isinstance(block, Figure):
+        spec = themed(block.chart, in_page=True)
+        values["svg"] = svg(spec, block.name)
+        values["spec"] = _data(cleaned(spec))
+    return values | {"kind": type(block).__name__.lower()}
+
+
+def _is_number(cell: str | Cell) -> bool:
+    return isinstance(cell, Cell) and cell.format not in ("text", "list")
+
+
+def _data(value: Any) -> Markup:
+    """Return JSON that cannot end the script element that it stands in."""
+    return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
+
+
+def _hash(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+@cache
+def vega() -> str:
+    """Return the scripts of Vega, Vega-Lite and Vega-Embed, which are bundled once and cached."""
+    _, vl_convert = require_drawing("a report")
+
+    def build(folder: Path) -> None:
+        bundle = vl_convert.javascript_bundle().replace("</script", "<\\/script")
+        (folder / _BUNDLE).write_text(bundle, encoding="utf-8")
+
+    version = f"{vl_convert.get_vega_version()}-{vl_convert.get_vega_embed_version()}"
+    folder = build_once(cache_folder(None) / "vega" / version, build)
+    return (folder / _BUNDLE).read_text(encoding="utf-8")
