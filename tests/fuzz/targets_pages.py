@@ -10,7 +10,7 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup
 
 import frostlab.flow.show as flow_show
-from frostlab.charts import LONGEST, _cleaned, checked_svg
+from frostlab.charts import LONGEST, checked_svg, cleaned
 from frostlab.flow.measurements import Flow, GroupFacts, PartFacts, Report, load_flow
 from frostlab.text import columns, escaped, markdown, plain
 from fuzz.mutate import Target
@@ -133,7 +133,7 @@ def _chart(data: bytes, folder: Path) -> None:
         spec = json.loads(text)
     except (ValueError, RecursionError):
         spec = {"title": text}
-    written = json.dumps(_cleaned(spec), allow_nan=False)
+    written = json.dumps(cleaned(spec), allow_nan=False)
     for value in _strings(json.loads(written)):
         assert value.isprintable()
         assert len(value) <= LONGEST
