@@ -21,6 +21,7 @@ from frostlab.storage import whole_file, write_whole
 
 Rows = list[dict[str, Any]]
 _WIDTH = 640  # pixels
+_NAMED = 40  # the most subjects whose names stand at an axis
 _RIM = 1.15  # radius of the coloured map, in head radii
 _LIMIT = 1.3  # in head radii; channels beyond it, on face or neck, do not colour the map
 _PAGE = """
@@ -77,7 +78,7 @@ def eeg_page(
         name = _file_name(split, number, charts)
         dashed = "" if best_r is None else f"; dashed: upper bound, {best_r:.3f}"
         charts[name] = draw_subjects(subject_rows(decoders), best_r).properties(
-            title=f"Correlation with the envelope, by subject{dashed}"
+            title=f"Correlation with the envelope, by subject; grey: 5 % to 95 % by chance{dashed}"
         )
         table = scores_table(decoders, best_r).splitlines()
         splits.append({"title": (titles or {}).get(split, split), "table": table, "name": name})
@@ -165,33 +166,43 @@ def subject_rows(decoders: Mapping[str, EnvelopeScores]) -> Rows:
 def draw_subjects(rows: Rows, best: float | None = None) -> Any:
     """Draw r for each subject and decoder, with the first decoder's chance range in grey."""
     alt = _altair()
-    first = rows[0]["decoder"]
-    first_rows = [row for row in rows if row["decoder"] == first]
-    order = [row["subject"] for row in sorted(first_rows, key=lambda row: row["r"])]
-    x = alt.X("subject:N", sort=order, title="subject, by r of the first decoder")
     decoders = list(dict.fromkeys(row["decoder"] for row in rows))
+    first_rows = [row for row in rows if row["decoder"] == decoders[0]]
+    order = [row["subject"] for row in sorted(first_rows, key=lambda row: row["r"])]
+    named = len(order) <= _NAMED
+    x = alt.X(
+        "subject:N", sort=order, axis=alt.Axis(labels=named, ticks=named, labelAngle=-50),
+        title=f"{len(order)} subjects, by r of {decoders[0]}",
+    )  # fmt: skip
     chance = (
         alt.Chart(alt.Data(values=first_rows))
         .mark_bar(color=GREY, opacity=0.4, size=min(30, 0.7 * _WIDTH / len(first_rows)))
         .encode(
             x=x,
-            y=alt.Y("chance_low:Q", title="Pearson r (grey: 5 % to 95 % by chance, first decoder)"),
+            y=alt.Y("chance_low:Q", title="Pearson r"),
             y2="chance_high:Q",
         )
     )
+    legend = alt.Legend(orient="top")
     dots = (
         alt.Chart(alt.Data(values=rows))
         .mark_point(filled=True, size=55)
         .encode(
             x=x,
             y="r:Q",
-            color=alt.Color("decoder:N", sort=decoders, title=None),
+            color=alt.Color("decoder:N", sort=decoders, title=None, legend=legend),
             shape=alt.Shape("decoder:N", sort=decoders, legend=None),
+            tooltip=[
+                "subject:N",
+                "decoder:N",
+                alt.Tooltip("r:Q", format=".3f"),
+                alt.Tooltip("p:Q", format=".2g"),
+            ],
         )
     )
     layers = [chance, dots]
     if best is not None:
-        line = alt.Chart(alt.Data(values=[{"r": best}])).mark_rule(strokeDash=[6, 4])
+        line = alt.Chart(alt.Data(values=[{"r": best}])).mark_rule(strokeDash=[6, 4], color=GREY)
         layers.append(line.encode(y="r:Q"))
     return alt.layer(*layers).properties(width=_WIDTH, height=260)
 
@@ -239,7 +250,7 @@ def draw_excerpt(rows: Rows) -> Any:
         .encode(
             x=alt.X("second:Q", title="seconds", scale=alt.Scale(domain=[min(times), max(times)])),
             y=alt.Y("value:Q", title="standard deviations"),
-            color=alt.Color("signal:N", sort=signals, title=None),
+            color=alt.Color("signal:N", sort=signals, title=None, legend=alt.Legend(orient="top")),
         )
         .properties(width=_WIDTH, height=180)
     )

@@ -11,6 +11,7 @@ from frostlab.errors import BadInput
 from frostlab.pages import compared
 from frostlab.pages.content import Cell, Document, Figure, Table
 from frostlab.pages.document import page
+from frostlab.pages.one_run import run_report
 from frostlab.records.index import is_comparison, is_run
 from frostlab.storage import path_inside, remove_temporary, whole_folder, write_whole
 
@@ -34,12 +35,11 @@ def _document(folder: Path, language: str) -> Document:
         raise BadInput(f"{folder} is not a folder")
     kinds: tuple[tuple[Callable[[Path], bool], Callable[[Path, str], Document]], ...] = (
         (is_comparison, compared.document),
+        (is_run, run_report.document),
     )
     for fits, make in kinds:
         if fits(folder):
             return make(folder, language)
-    if is_run(folder):
-        raise BadInput(f"{folder} is a run, which has no report yet")
     raise BadInput(f"{folder} holds no run and no comparison")
 
 
