@@ -29,6 +29,18 @@ def _interval(effect: dict[str, Any]) -> str:
     return interval_text(effect["low"], effect["high"], effect["log"])
 
 
+def _verdict(verdict: dict[str, Any]) -> str:
+    """Show a verdict's word and, if there is one, its effect."""
+    effect = verdict["paired"]
+    return plain(verdict["word"]) + ("" if effect is None else f": {Effect(**effect)}")
+
+
+def _finished_runs(arms: dict[str, Any]) -> str:
+    """Show how many runs of all arms finished."""
+    finished = [run["status"] == "finished" for arm in arms.values() for run in arm["runs"]]
+    return f"{sum(finished):,} of {len(finished):,}"
+
+
 FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a record into text
     name: _or_none(show)
     for name, show in {
@@ -50,6 +62,9 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
         "interval": _interval,
         "summary": lambda value: str(Summary(**value)),
         "trainable share": lambda value: f"{value['trainable'] / value['total']:.1%}",
+        "verdict": _verdict,
+        "verdict counts": lambda value: "; ".join(f"{word} {n}" for word, n in value.items()),
+        "finished runs": _finished_runs,
         "step ratio": lambda value: (
             NONE if value["ratio"] is None
             else f"{value['ratio']:.4f} [{value['low']:.4f}, {value['high']:.4f}]"
@@ -67,6 +82,7 @@ class Cell:
     pointer: str = ""  # into the file
     format: str = "text"  # name of the format in `FORMATS`
     alarm: bool = False  # whether it is shown in red
+    link: str | None = None  # of words: another report, by its path from the reported folder
 
 
 @dataclass(frozen=True)
@@ -124,6 +140,8 @@ class Document:
     arms: tuple[str, ...] = ()  # that can be switched on and off in the figures
     language: str = "en"
     problems: tuple[str, ...] = field(default=())  # parts of the report that could not be made
+    # records that are written with the report, because it has numbers that no other record holds
+    records: dict[str, Any] = field(default_factory=dict)  # by file name
 
     def blocks(self) -> list[Block]:
         """Return all blocks in order."""
@@ -146,6 +164,10 @@ class Records:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: dict[str, Any] = {}
+
+    def add(self, file: str, value: Any) -> None:
+        """Add the content of a record that will be written with the report."""
+        self._files[file] = value
 
     def value(self, file: str, *keys: str | int) -> Any:
         """Return a value of a file; None if a key on the way to it is missing or null."""
