@@ -3,7 +3,8 @@
 A mean covers comparisons with the same arm, metric and shortcomings, so that confounded effects and
 those of scaled or shortened runs are not mixed with the others. Every comparison has the same
 weight, whatever its number of seeds. The comparisons count as independent, and the mean is about
-these comparisons: its interval says nothing about other data sets. `Means` is the schema of
+these comparisons: its interval says nothing about other data sets. A mean over one comparison is
+its own effect, with the interval of its verdict. `Means` is the schema of
 means.json, which a report of several comparisons writes.
 """
 
@@ -36,7 +37,8 @@ class Mean:
     shortcomings: tuple[str, ...]  # confounded, reduced; the same for all these comparisons
     comparisons: tuple[str, ...]  # folders, relative to the reported folder
     verdicts: dict[str, int]  # by verdict: number of comparisons
-    effect: Effect  # `n` is the number of comparisons
+    # over one comparison its own effect and interval; else `n` is the number of comparisons
+    effect: Effect
     retained: float | None  # geometric mean of the shares of the baseline's metric
 
 
@@ -134,7 +136,7 @@ def _means(entries: Sequence[_Entry], by: By, value_of: Any, least: int = 1) -> 
             arm, metric, by, value, shortcomings,
             tuple(entry.comparison for entry in members),
             dict(Counter(entry.word for entry in members)),
-            _combined([(entry.effect, 1 / len(members)) for entry in members]),
+            _mean_effect([entry.effect for entry in members]),
             _mean_share([entry.retained for entry in members]),
         )
         for (arm, metric, _, value, shortcomings), members in _grouped(entries, key).items()
@@ -161,6 +163,12 @@ def _mean_share(shares: Sequence[float | None]) -> float | None:
     if not known or len(known) < len(shares):
         return None
     return math.exp(sum(map(math.log, known)) / len(known))
+
+
+def _mean_effect(effects: Sequence[Effect]) -> Effect:
+    if len(effects) == 1:
+        return effects[0]
+    return _combined([(effect, 1 / len(effects)) for effect in effects])
 
 
 def _combined(weighted: Sequence[tuple[Effect, float]]) -> Effect:

@@ -63,7 +63,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
         "summary": lambda value: str(Summary(**value)),
         "trainable share": lambda value: f"{value['trainable'] / value['total']:.1%}",
         "verdict": _verdict,
-        "verdict counts": lambda value: "; ".join(f"{word} {n}" for word, n in value.items()),
+        "verdict counts": lambda value: ", ".join(f"{n} {word}" for word, n in value.items()),
         "finished runs": _finished_runs,
         "step ratio": lambda value: (
             NONE if value["ratio"] is None

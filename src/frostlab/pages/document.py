@@ -24,6 +24,7 @@ from frostlab.pages.content import Block, Cell, Document, Figure, Paragraph, Tab
 from frostlab.storage import build_once, cache_folder
 
 _BUNDLE = "vega.js"
+_WORDS = ("text", "list", "verdict", "verdict counts")  # formats that are not aligned as numbers
 
 
 def page(document: Document) -> str:
@@ -86,7 +87,7 @@ def _block(block: Block) -> dict[str, Any]:
 
 
 def _is_number(cell: str | Cell) -> bool:
-    return isinstance(cell, Cell) and cell.format not in ("text", "list")
+    return isinstance(cell, Cell) and cell.format not in _WORDS
 
 
 def _data(value: Any) -> Markup:

@@ -38,6 +38,9 @@ from frostlab.text import NONE, plain
 
 Row = tuple[str | Cell, ...]
 _PAGE = "report.html"
+_JUDGED = ("better", "worse", "no difference found")  # verdicts
+_MOST_COLUMNS = 6  # arms in a table of comparisons × arms
+_MOST_ITEMS = 12  # effects that the first screen lists
 _MEAN = "mean"  # label of the row of means in a figure
 
 
@@ -53,7 +56,7 @@ def document(folder: Path, language: str) -> Document:
             sections.append(Section(name, title, tuple(blocks)))
     own = several.groups.get("")
     kind = "" if own is None else ", as published" if own.as_published else ", fair"
-    title = folder.resolve().name if own is None else own.group
+    title = f"Comparisons: {folder.resolve().name}" if own is None else own.group
     return Document(
         title=plain(f"{title}{kind}"),
         about=plain(own.about) if own else "What each treatment changed, on each data set.",
@@ -83,11 +86,14 @@ def _first_screen(several: Several) -> list[Block]:
             alarm=bool(mean.shortcomings),
         ))  # fmt: skip
     if not means:
-        for member, evidence in several.finished:
-            for arm in evidence.verdicts:
-                blocks.append(item(f"{plain(member.name)}, {plain(arm)}: ",
-                                   several.cell(member, "verdicts", arm, format="verdict"),
-                                   "."))  # fmt: skip
+        effects = [(member, arm) for member, evidence in several.finished
+                   for arm in evidence.verdicts]  # fmt: skip
+        blocks += [
+            item(f"{plain(member.name)}, {plain(arm)}: ",
+                 several.cell(member, "verdicts", arm, format="verdict"), ".")
+            for member, arm in effects
+            if len(effects) <= _MOST_ITEMS
+        ]  # fmt: skip
     blocks += _doubts(several)
     return [*blocks, *_figures(several)]
 
@@ -99,19 +105,33 @@ def _doubts(several: Several) -> list[Paragraph]:
         for member in several.members
         if member.problem is not None
     ]
+    cautions: dict[str, list[Member]] = {}
+    confounded: dict[tuple[str, tuple[str, ...]], list[Member]] = {}
     for member, evidence in several.finished:
         if evidence.caution:
-            blocks.append(item(f"{plain(member.name)}, caution: ",
-                               several.cell(member, "caution", format="text"), ".",
-                               alarm=True))  # fmt: skip
-        if evidence.plan.quick:
-            blocks.append(item(f"{plain(member.name)}: quick, with shortened runs.", alarm=True))
+            cautions.setdefault(evidence.caution, []).append(member)
         for arm, confounds in evidence.confounds.items():
             if confounds:
-                blocks.append(item(f"{plain(member.name)}: {plain(arm)} is confounded by ",
-                                   several.cell(member, "confounds", arm, format="list"), ".",
-                                   alarm=True))  # fmt: skip
+                confounded.setdefault((arm, confounds), []).append(member)
+    blocks += [
+        item("Caution: ", several.cell(members[0], "caution", format="text"),
+             f" ({_names(members)}).", alarm=True)
+        for members in cautions.values()
+    ]  # fmt: skip
+    blocks += [
+        item(f"{plain(arm)} is confounded by ",
+             several.cell(members[0], "confounds", arm, format="list"), f" ({_names(members)}).",
+             alarm=True)
+        for (arm, _), members in confounded.items()
+    ]  # fmt: skip
+    quick = [member for member, evidence in several.finished if evidence.plan.quick]
+    if quick:
+        blocks.append(item(f"Quick, with shortened runs: {_names(quick)}.", alarm=True))
     return blocks
+
+
+def _names(members: Sequence[Member]) -> str:
+    return plain(", ".join(member.name for member in members))
 
 
 def _in_brackets(shortcomings: Sequence[str]) -> str:
@@ -139,10 +159,15 @@ def _figures(several: Several) -> list[Block]:
             f"{what} {metric} from the baseline ({better})")  # fmt: skip
         caption = (
             "Each mark is the effect of one arm in one comparison, with the interval of its "
-            "verdict; the dashed line is no difference. A hollow mark is confounded, or of scaled, "
-            "shortened or stand-in runs. The last rows are means over the comparisons, which all "
-            "have the same weight, with 95 % intervals."
+            "verdict; the dashed line is no difference."
         )
+        if any(row["doubtful"] for row in rows):
+            caption += " Hollow: confounded, or of scaled, shortened or stand-in runs."
+        if any(row["file"] == MEANS for row in rows):
+            caption += (
+                " The last rows are means over the comparisons, which all have the same weight, "
+                "with 95 % intervals."
+            )
         name = _file_name(f"effects-{metric}", names)
         chart = effects_by_comparison(rows, several.arms, plain(title), ratio)
         files = tuple(sorted({row["file"] for row in rows}))
@@ -200,61 +225,88 @@ def effects_by_comparison(
     drawn = [{**row, "arm": label(row["arm"]), "comparison": label(row["comparison"])}
              for row in rows]  # fmt: skip
     present = [name for name in names if any(row["arm"] == name for row in drawn)]
-    order = list(dict.fromkeys(row["comparison"] for row in drawn))
+    comparisons = len({row["comparison"] for row in drawn})
+    side_by_side = _is_dense(len(drawn), comparisons, len(present))
+    for row in drawn:
+        row["row"] = row["comparison"] + ("" if side_by_side else f" · {row['arm']}")
+    order = list(dict.fromkeys(row["row"] for row in drawn))
     scale = alt.Scale(zero=False, nice=True, padding=12)
     base = alt.Chart(alt.Data(values=drawn)).encode(
-        y=alt.Y("comparison:N", sort=order, title=None, axis=alt.Axis(labelLimit=260, grid=True)),
-        yOffset=alt.YOffset("arm:N", sort=present, scale=alt.Scale(paddingOuter=0.4)),
+        y=alt.Y("row:N", sort=order, title=None, axis=alt.Axis(labelLimit=320, grid=True)),
         color=arm_colour(names),
         tooltip=[alt.Tooltip("comparison:N"), alt.Tooltip("arm:N"),
                  alt.Tooltip("text:N", title="effect"), alt.Tooltip("verdict:N")],
     )  # fmt: skip
+    if side_by_side and len(present) > 1:
+        base = base.encode(yOffset=alt.YOffset("arm:N", sort=present,
+                                               scale=alt.Scale(paddingOuter=0.6)))  # fmt: skip
+        height = alt.Step(18, **{"for": "offset"})
+    else:
+        height = alt.Step(26)
     interval = base.mark_rule(strokeWidth=2.5).encode(
         x=alt.X("low:Q", title=title, scale=scale), x2="high:Q"
     )
-    whole = base.transform_filter("!datum.doubtful").mark_point(
-        filled=True, size=80, opacity=1
-    ).encode(x=alt.X("effect:Q", title=title, scale=scale), shape=arm_shape(names))  # fmt: skip
-    hollow = base.transform_filter("datum.doubtful").mark_point(
-        filled=False, size=80, strokeWidth=2, opacity=1
-    ).encode(x=alt.X("effect:Q", title=title, scale=scale), shape=arm_shape(names))  # fmt: skip
+    mark = {
+        "x": alt.X("effect:Q", title=title, scale=scale),
+        "shape": arm_shape(names),
+        "size": alt.condition(f"datum.verdict == '{_MEAN}'", alt.value(170), alt.value(80)),
+    }
+    whole = base.transform_filter("!datum.doubtful").mark_point(filled=True, opacity=1)
+    hollow = base.transform_filter("datum.doubtful").mark_point(strokeWidth=2, opacity=1)
     zero = alt.Chart(alt.Data(values=[{"zero": 1.0 if ratio else 0.0}])).mark_rule(
         strokeDash=[5, 4], strokeWidth=1.5, stroke=GREY
     ).encode(x=alt.X("zero:Q", title=title))  # fmt: skip
-    height = alt.Step(max(12, 26 - 2 * len(present)), **{"for": "offset"})
-    return toggled(alt.layer(zero, interval, whole, hollow)).properties(width=WIDTH, height=height)
+    layers = alt.layer(zero, interval, whole.encode(**mark), hollow.encode(**mark))
+    return toggled(layers).properties(width=WIDTH, height=height)
 
 
 # Sections
 
 
 def _verdicts(several: Several) -> list[Block]:
-    """Return data set × treatment."""
+    """Return data set × treatment; if most comparisons lack most arms, one row for each effect."""
+    effects = sum(len(evidence.verdicts) for _, evidence in several.finished)
+    dense = _is_dense(effects, len(several.finished), len(several.arms))
     rows: list[Row] = []
     for member in several.members:
         link = Cell(plain(member.name), link=f"{member.name}/{_PAGE}")
-        if member.evidence is None:
-            rest = [NONE] * (3 + len(several.arms))
+        if (evidence := member.evidence) is None:
+            rest = [NONE] * (3 + (len(several.arms) if dense else 3))
             rows.append((link, Cell(plain(member.problem), alarm=True), *rest))
             continue
-        evidence = member.evidence
-        rows.append((
+        facts = (
             link,
             several.cell(member, "plan", "recipe", "data", "name", format="text"),
             plain(model_name(evidence.plan.recipe["model"])),
             several.cell(member, "plan", "rules", "metric", format="text"),
             several.cell(member, "arms", evidence.baseline, "metrics", evidence.rules.metric,
                          format="summary"),
-            *(_verdict_cell(several, member, evidence.verdicts.get(arm), arm)
-              for arm in several.arms),
-        ))  # fmt: skip
-    head = ("comparison", "data", "model", "metric", "baseline", *map(plain, several.arms))
+        )  # fmt: skip
+        verdicts = evidence.verdicts
+        if dense:
+            cells = [_verdict_cell(several, member, verdicts.get(arm), arm) for arm in several.arms]
+            rows.append((*facts, *cells))
+        else:
+            rows += [
+                (*facts, plain(arm), several.cell(member, "verdicts", arm, "paired",
+                                                  format="effect"),
+                 several.cell(member, "verdicts", arm, "word", format="text",
+                              alarm=verdict.word not in _JUDGED))
+                for arm, verdict in verdicts.items()
+            ]  # fmt: skip
+    arms = several.arms if dense else ("arm", "effect", "verdict")
+    head = ("comparison", "data", "model", "metric", "baseline", *map(plain, arms))
     note = (
         "The verdict, and the paired effect against the baseline with its interval: a difference, "
-        "or a ratio (×) for perplexity. The intervals of one comparison hold simultaneously. Red: "
-        "worse, confounded, or without a usable result. Each name leads to the comparison's report."
+        "or a ratio (×) for perplexity. The intervals of one comparison hold simultaneously. In "
+        "red: verdicts that do not judge the arm. Each name leads to the comparison's own report."
     )
-    return [Table("verdicts", "Data sets and treatments", head, tuple(rows), note)]
+    return [Table("verdicts", "Verdicts and effects", head, tuple(rows), note)]
+
+
+def _is_dense(effects: int, comparisons: int, arms: int) -> bool:
+    """Return whether a table or figure of comparisons × arms is mostly filled."""
+    return arms <= _MOST_COLUMNS and 2 * effects >= comparisons * arms
 
 
 def _verdict_cell(
@@ -262,7 +314,7 @@ def _verdict_cell(
 ) -> str | Cell:
     if verdict is None:
         return ""
-    alarm = verdict.word not in ("better", "no difference found", "too few seeds")
+    alarm = verdict.word not in _JUDGED
     return several.cell(member, "verdicts", arm, format="verdict", alarm=alarm)
 
 
@@ -278,40 +330,41 @@ def _mean_cells(several: Several, number: int) -> tuple[Cell, ...]:
     )  # fmt: skip
 
 
-_MEAN_HEAD = ("mean effect", "of the baseline's metric", "comparisons", "verdicts")
+_MEAN_HEAD = ("mean effect", "share of the baseline", "comparisons", "verdicts")
 _MEAN_NOTE = (
-    "Every comparison has the same weight. The 95 % intervals are Welch's, one at a time, about "
-    "these comparisons and not about other data. “Of the baseline's metric” is the geometric mean "
-    "of the shares that are retained (the inverse if lower values are better): more than 100 % is "
-    "better than the baseline. Confounded comparisons, and reduced ones (scaled, shortened, "
-    "stand-ins), have means of their own."
+    "Every comparison has the same weight. The 95 % intervals of means are Welch's, one at a time, "
+    "about these comparisons and not about other data; a single comparison has the interval of its "
+    "verdict. The share of the baseline is the geometric mean of the shares of its metric that are "
+    "retained (the inverse if lower values are better): above 100 % is better than the baseline. "
+    "Confounded comparisons, and reduced ones (scaled, shortened, stand-ins), have means of their "
+    "own."
 )
 
 
 def _means(several: Several) -> list[Block]:
     rows: tuple[Row, ...] = tuple(
-        (plain(mean.arm), plain(mean.metric), ", ".join(mean.shortcomings),
+        (_arm_of(mean), plain(mean.metric),
          *_mean_cells(several, number))
         for number, mean in _mean_rows(several, "all")
     )  # fmt: skip
     if not rows:
         return []
-    head = ("arm", "metric", "shortcomings", *_MEAN_HEAD)
-    return [Table("means", "Means over the comparisons", head, rows, _MEAN_NOTE)]
+    head = ("arm", "metric", *_MEAN_HEAD)
+    return [Table("means", "Mean effects", head, rows, _MEAN_NOTE)]
 
 
 def _models(several: Several) -> list[Block]:
     """Return BERT against GPT, if there are comparisons of both."""
-    means = [(n, mean) for n, mean in _mean_rows(several, "model") if mean.value in MODELS]
-    if {mean.value for _, mean in means} != set(MODELS):
+    means = _shared([(n, mean) for n, mean in _mean_rows(several, "model") if mean.value in MODELS])
+    if not means:
         return []
     rows: list[Row] = [
-        (plain(mean.arm), plain(mean.metric), mean.value, ", ".join(mean.shortcomings),
+        (_arm_of(mean), plain(mean.metric), mean.value,
          *_mean_cells(several, number))
         for number, mean in sorted(means, key=lambda pair: _order(several, pair[1]))
     ]  # fmt: skip
-    head = ("arm", "metric", "model", "shortcomings", *_MEAN_HEAD)
-    blocks: list[Block] = [Table("models", "BERT against GPT", head, tuple(rows), _MEAN_NOTE)]
+    head = ("arm", "metric", "model", *_MEAN_HEAD)
+    blocks: list[Block] = [Table("models", "Mean effects by model", head, tuple(rows), _MEAN_NOTE)]
     for number, contrast in enumerate(several.means.contrasts):
         first, second = contrast.models
         what = "divided by" if contrast.effect.log else "minus"
@@ -327,25 +380,35 @@ def _models(several: Several) -> list[Block]:
     return blocks
 
 
+def _arm_of(mean: Mean) -> str:
+    return plain(mean.arm) + _in_brackets(mean.shortcomings)
+
+
+def _shared(means: Sequence[tuple[int, Mean]]) -> list[tuple[int, Mean]]:
+    """Return the means of the arms that occur with two models or tasks."""
+    values: dict[str, set[str]] = {}
+    for _, mean in means:
+        values.setdefault(mean.arm, set()).add(mean.value)
+    return [(number, mean) for number, mean in means if len(values[mean.arm]) > 1]
+
+
 def _order(several: Several, mean: Mean) -> tuple[int, str, str]:
     return several.arms.index(mean.arm), mean.metric, mean.value
 
 
 def _tasks(several: Several) -> list[Block]:
     """Return classification against generation, if there are comparisons of several tasks."""
-    means = _mean_rows(several, "task")
-    if len({mean.value for _, mean in means}) < 2:
+    means = _shared(_mean_rows(several, "task"))
+    if not means:
         return []
     rows: tuple[Row, ...] = tuple(
-        (plain(mean.arm), mean.value, plain(mean.metric), ", ".join(mean.shortcomings),
+        (_arm_of(mean), mean.value, plain(mean.metric),
          *_mean_cells(several, number))
         for number, mean in sorted(means, key=lambda pair: _order(several, pair[1]))
     )  # fmt: skip
-    head = ("arm", "task", "metric", "shortcomings", *_MEAN_HEAD)
-    tasks = sorted({mean.value for _, mean in means})
-    title = " against ".join(tasks).capitalize() if len(tasks) == 2 else "By task"
+    head = ("arm", "task", "metric", *_MEAN_HEAD)
     note = f"The tasks have different metrics, so compare the shares of the baseline. {_MEAN_NOTE}"
-    return [Table("tasks", title, head, rows, note)]
+    return [Table("tasks", "Mean effects by task", head, rows, note)]
 
 
 def _entry_of(several: Several, member: Member) -> tuple[int, ComparisonSummary] | None:
@@ -386,7 +449,7 @@ def _reported(several: Several) -> list[Block]:
         "Here: mean ± standard deviation over the finished runs that can be paired. Reported: the "
         "sources' number, mostly of one run on another machine."
     )
-    return [Table("reported", "What the sources reported", head, tuple(rows), note)]
+    return [Table("reported", "Results here and in the sources", head, tuple(rows), note)]
 
 
 def _measured(several: Several, member: Member, arm: str, metric: str) -> Cell:
@@ -413,7 +476,9 @@ def _times(several: Several) -> list[Block]:
         return []
     head = ("comparison", "device", "timing", *map(plain, several.arms))
     note = "The time of a step divided by the baseline's, from steps that the arms took in turn."
-    return [Table("step-times", "Step times", head, tuple(rows), note)]
+    return [
+        Table("step-times", "Time of a step relative to the baseline's", head, tuple(rows), note)
+    ]
 
 
 def _answers(several: Several) -> list[Block]:
@@ -461,7 +526,7 @@ def _further(several: Several) -> list[Block]:
         "The best weights of each run on further data. In each comparison, the intervals of all "
         "these data and arms hold simultaneously. No verdict follows."
     )
-    return [Table("further", "Further data", head, tuple(rows), note)]
+    return [Table("further", "Results on further data", head, tuple(rows), note)]
 
 
 def _list(several: Several) -> list[Block]:
@@ -487,14 +552,14 @@ def _list(several: Several) -> list[Block]:
         if (group, entry.name) not in begun
     ]
     head = ("comparison", "state", "seeds", "runs that finished", "ended")
-    return [Table("comparisons", "Comparisons", head, tuple(rows))]
+    return [Table("comparisons", "State of every comparison", head, tuple(rows))]
 
 
 SECTIONS = (
     ("verdicts", "Data sets and treatments", _verdicts),
-    ("means", "Means", _means),
+    ("means", "Means over the comparisons", _means),
     ("models", "BERT against GPT", _models),
-    ("tasks", "Tasks", _tasks),
+    ("tasks", "Classification against generation", _tasks),
     ("reported", "What the sources reported", _reported),
     ("answers", "Questions", _answers),
     ("times", "Step times", _times),
