@@ -23,7 +23,7 @@ from frostlab.text import NONE, hms, number, plain
 _MEBIBYTE = 2**20
 _SMALLEST = 0.0001  # probability that is shown as a number
 _WORDS = frozenset({  # formats of texts; all others show numbers
-    "text", "json", "list", "file name", "looks", "short digest",
+    "text", "json", "list", "file name", "looks", "short digest", "verdict", "verdict counts",
 })  # fmt: skip
 
 
@@ -76,6 +76,18 @@ def _clipped(runs: list[dict[str, Any]]) -> str:
               if run["status"] == "finished" and run["clipped_steps"] is not None
               and run["steps"]]  # fmt: skip
     return f"{fmean(shares):.1%}" if shares else NONE
+
+
+def _verdict(verdict: dict[str, Any]) -> str:
+    """Show a verdict's word and, if there is one, its effect."""
+    effect = verdict["paired"]
+    return plain(verdict["word"]) + ("" if effect is None else f": {Effect(**effect)}")
+
+
+def _finished_runs(arms: dict[str, Any]) -> str:
+    """Show how many runs of all arms finished."""
+    finished = [run["status"] == "finished" for arm in arms.values() for run in arm["runs"]]
+    return f"{sum(finished):,} of {len(finished):,}"
 
 
 FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a record into text
@@ -133,6 +145,9 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
         "time confidence": lambda value: f"{100 * (1 - _rules(value).time_level):.4g} %",
         "looks": lambda value: _rules(value).history() or NONE,
         "step ratio": lambda value: _with_interval(value, "ratio", "{:.4f}"),
+        "verdict": _verdict,
+        "verdict counts": lambda value: ", ".join(f"{n} {word}" for word, n in value.items()),
+        "finished runs": _finished_runs,
     }).items()
 }  # fmt: skip
 
@@ -146,6 +161,7 @@ class Cell:
     pointer: str = ""  # into the file
     format: str = "text"  # name of the format in `FORMATS`
     alarm: bool = False  # whether it is shown in red
+    link: str | None = None  # of words: another report, by its path from the reported folder
 
     @property
     def is_number(self) -> bool:
@@ -227,6 +243,8 @@ class Document:
     language: str = "en"
     problems: tuple[str, ...] = field(default=())  # parts of the report that could not be made
     record: tuple[Section, ...] = ()  # the short record in report.md; without one, all sections
+    # records that are written with the report, because it has numbers that no other record holds
+    records: dict[str, Any] = field(default_factory=dict)  # by file name
 
     def blocks(self) -> list[Block]:
         """Return all blocks in order."""
@@ -249,6 +267,10 @@ class Records:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: dict[str, Any] = {}
+
+    def add(self, file: str, value: Any) -> None:
+        """Add the content of a record that will be written with the report."""
+        self._files[file] = value
 
     def value(self, file: str, *keys: str | int) -> Any:
         """Return a value of a file; None if a key on the way to it is missing or null."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from frostlab.charts import PALETTE, cleaned, require_drawing, svg, themed
+from frostlab.charts import PALETTE, cleaned, label, require_drawing, svg, themed
 from frostlab.html import environment
 from frostlab.pages.content import Block, Document, Figure, Paragraph, Table
 from frostlab.storage import build_once, cache_folder
@@ -36,7 +36,7 @@ def page(document: Document) -> str:
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     arms = [
-        {"name": arm, "colour": Markup(colour_of(number))}
+        {"name": arm, "label": label(arm), "colour": Markup(colour_of(number))}
         for number, arm in enumerate(document.arms)
     ]
     sections = [
