@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from frostlab.comparison.evidence import ArmVerdict, Evidence, read_evidence
+from frostlab.comparison.evidence import Evidence, read_evidence
 from frostlab.errors import BadInput
-from frostlab.pages import figures
+from frostlab.pages import compared_figures
 from frostlab.pages.content import (
     Block,
     Cell,
     Document,
-    Figure,
     Paragraph,
     Records,
     Section,
@@ -20,7 +19,8 @@ from frostlab.pages.content import (
     item,
     words,
 )
-from frostlab.text import NONE, plain
+from frostlab.pages.curves import Curve
+from frostlab.text import plain
 
 EVIDENCE = "evidence.json"
 
@@ -43,6 +43,11 @@ class Compared:
     def others(self) -> tuple[str, ...]:
         """Names of all arms but the baseline."""
         return tuple(name for name in self.arms if name != self.evidence.baseline)
+
+    @cached_property
+    def curves(self) -> dict[str, list[Curve]]:
+        """Curves of the finished runs by arm, read once from their events."""
+        return compared_figures.read_curves(self)
 
     def cell(self, *keys: str | int, format: str = "number", alarm: bool = False) -> Cell:
         """Return the cell of a value of evidence.json."""
@@ -95,7 +100,7 @@ def _first_screen(compared: Compared) -> list[Block]:
             compared.cell("verdicts", name, "paired", format="effect"),
         ))  # fmt: skip
     blocks += _doubts(compared)
-    if (figure := _paired_figure(compared)) is not None:
+    if (figure := compared_figures.paired_differences(compared)) is not None:
         blocks.append(figure)
     return blocks
 
@@ -122,55 +127,6 @@ def _doubts(compared: Compared) -> list[Paragraph]:
     return blocks
 
 
-def _paired_figure(compared: Compared) -> Figure | None:
-    """Draw each seed's paired difference from the baseline, with the interval of the verdict."""
-    evidence, metric = compared.evidence, compared.evidence.rules.metric
-    ratio = evidence.rules.log
-    base = {run.seed: run.metrics.get(metric) for run in evidence.arms[evidence.baseline].finished}
-    seeds, effects = [], []
-    for name in compared.others:
-        verdict = evidence.verdicts[name]
-        for run in evidence.arms[name].finished:
-            own, other = run.metrics.get(metric), base.get(run.seed)
-            if own is None or other is None or (ratio and other == 0):
-                continue
-            value = own / other if ratio else own - other
-            seeds.append({"arm": name, "seed": run.seed, "value": value, "text": f"{value:+.4g}"})
-        effects.append({"arm": name, **_effect_row(verdict, ratio)})
-    if not seeds:
-        return None
-    what = (
-        f"{metric} / that of {evidence.baseline}"
-        if ratio
-        else f"{metric} − that of {evidence.baseline}"
-    )
-    better = "smaller is better" if evidence.rules.lower_is_better else "larger is better"
-    chart = figures.paired_differences(
-        seeds, effects, compared.arms, f"{plain(what)} ({better})", ratio
-    )
-    caption = (
-        "Each dot is one seed's difference between an arm and the baseline, the thick line the "
-        "interval of the verdict with the effect marked, the dashed line no difference. A true "
-        "effect inside the grey bar would be missed in more than 2 of 10 such comparisons."
-    )
-    return Figure("paired-differences", "Difference from the baseline, seed by seed", chart,
-                  caption, [*seeds, *effects], (EVIDENCE,))  # fmt: skip
-
-
-def _effect_row(verdict: ArmVerdict, ratio: bool) -> dict[str, float | str | None]:
-    paired, seen = verdict.paired, verdict.could_have_seen
-    row: dict[str, float | str | None] = {
-        "effect": paired.effect if paired else None,
-        "low": paired.low if paired else None,
-        "high": paired.high if paired else None,
-        "text": str(paired) if paired else NONE,
-    }
-    if seen is not None:
-        low, high = (1 / (1 + seen), 1 + seen) if ratio else (-seen, seen)
-        row |= {"seen_low": low, "seen_high": high, "seen": f"{seen:.3g}"}
-    return row
-
-
 # Sections
 
 
@@ -188,9 +144,41 @@ def _performance(compared: Compared) -> list[Block]:
             compared.cell("verdicts", name, "word", format="text") if verdict else "the baseline",
         ))  # fmt: skip
     head = ("arm", metric, "against the baseline", "loss", "trainable", "verdict")
-    return [Table("performance", "Performance", head, tuple(rows))]
+    table = Table("performance", "Performance", head, tuple(rows))
+    return [*compared_figures.metric_bars(compared), table]
+
+
+def _curves(compared: Compared) -> list[Block]:
+    return [*compared_figures.training_curves(compared)]
+
+
+def _time(compared: Compared) -> list[Block]:
+    drawn = compared_figures
+    return [*drawn.time_ratios(compared), *drawn.time_bars(compared), *drawn.step_times(compared)]
+
+
+def _tuning(compared: Compared) -> list[Block]:
+    return [*compared_figures.tuning(compared)]
+
+
+def _cost(compared: Compared) -> list[Block]:
+    return [*compared_figures.cost_curves(compared), *compared_figures.parameters(compared)]
+
+
+def _gradient_flow(compared: Compared) -> list[Block]:
+    return [*compared_figures.gradient_flow(compared)]
+
+
+def _trained_share(compared: Compared) -> list[Block]:
+    return [*compared_figures.trained_share(compared)]
 
 
 SECTIONS: tuple[tuple[str, str, Callable[[Compared], list[Block]]], ...] = (
     ("performance", "Performance", _performance),
+    ("curves", "Training curves", _curves),
+    ("time", "Time", _time),
+    ("tuning", "Tuned settings", _tuning),
+    ("cost", "Cost", _cost),
+    ("flow", "Gradient flow", _gradient_flow),
+    ("share", "Trained share", _trained_share),
 )
