@@ -78,8 +78,8 @@ _SENTENCES: dict[Translation, dict[Word, str]] = {
         "判定できない{missing}。",
         "too few seeds": "{metric}：シードが少なすぎるため、{arm} と {baseline} の優劣は"
         "判定できない。{numbers}{missing}。",
-        "confounded": "{metric}：{arm} と {baseline} の比較には交絡があり{confounds}、差を比較対象の"
-        "要因に帰すことはできない。{numbers}{missing}。",
+        "confounded": "{metric}：{arm} と {baseline} の比較には交絡があり{confounds}、差を比較対象"
+        "の要因に帰すことはできない。{numbers}{missing}。",
         "unproven": "{metric}：{arm} と {baseline} の差は実証されていない。{numbers}{missing}。"
         "理由は英語の原文を参照：{sentence}",
     },
@@ -114,7 +114,8 @@ _PARTS: dict[Translation, dict[str, str]] = {
     "ja": {
         "none": "対になる値がない",
         "effect": "効果は {effect}、対応のあるシードは {n} 組",
-        "interval": "効果は {effect}（角括弧内は {confidence} 信頼区間）、対応のあるシードは {n} 組",
+        "interval": "効果は {effect}（角括弧内は {confidence} 信頼区間）、"
+        "対応のあるシードは {n} 組",
         "intervals": "効果は {effect}（角括弧内は {family} 個の判定に対する {confidence} 同時信頼"
         "区間）、対応のあるシードは {n} 組",
         "missing": "。{name} では {count} 回の実行で有効な値が得られず、全実行中の最悪値とみなした",
