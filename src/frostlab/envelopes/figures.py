@@ -135,8 +135,10 @@ def _write(folder: Path, text: str, pictures: Mapping[str, bytes]) -> Path:
     return page
 
 
-def draw_importance(names: Sequence[str], values: ArrayLike) -> tuple[Any, str, str | None]:
-    """Draw a scalp map, and return it with its title and None.
+def draw_importance(
+    names: Sequence[str], values: ArrayLike, quantity: str = "importance"
+) -> tuple[Any, str, str | None]:
+    """Draw a scalp map of a quantity, and return it with its title and None.
 
     If a map is impossible, for example without MNE, draw bars, and return the reason instead of
     None.
@@ -148,9 +150,9 @@ def draw_importance(names: Sequence[str], values: ArrayLike) -> tuple[Any, str, 
         cells = scalp_rows([row["importance"] for row in rows], positions)
     except BadInput as error:
         title = "Channel importance, the largest first"
-        return draw_channels(rows), title, f"Channels as bars: {error}."
+        return draw_channels(rows, quantity), title, f"Channels as bars: {error}."
     title = "Channel importance; the ten largest are named"
-    return draw_scalp(rows, cells, positions), title, None
+    return draw_scalp(rows, cells, positions, quantity), title, None
 
 
 def subject_rows(decoders: Mapping[str, EnvelopeScores]) -> Rows:
@@ -303,13 +305,15 @@ def channel_rows(importance: ArrayLike, channels: Sequence[str]) -> Rows:
     return [{"channel": channels[i], "importance": float(values[i])} for i in order]
 
 
-def draw_channels(rows: Rows, most: int = 20) -> Any:
+def draw_channels(rows: Rows, quantity: str = "importance", most: int = 20) -> Any:
     """Draw the `most` most important channels as bars, the substitute for a scalp map."""
     alt = _altair()
     return (
         alt.Chart(alt.Data(values=rows[:most]))
         .mark_bar()
-        .encode(x="importance:Q", y=alt.Y("channel:N", sort=None, title=None))
+        .encode(
+            x=alt.X("importance:Q", title=quantity), y=alt.Y("channel:N", sort=None, title=None)
+        )
         .properties(width=_WIDTH)
     )
 
@@ -383,11 +387,13 @@ def scalp_rows(
     ]
 
 
-def draw_scalp(rows: Rows, cells: Rows, places: Sequence[tuple[float, float]]) -> Any:
+def draw_scalp(
+    rows: Rows, cells: Rows, places: Sequence[tuple[float, float]], quantity: str = "importance"
+) -> Any:
     """Draw channel importance on the head, seen from above with the nose up.
 
     `rows` are the result of `channel_rows`, in the order of `places`; `cells` are the result of
-    `scalp_rows`.
+    `scalp_rows`; `quantity` is the title of the colours.
     """
     alt = _altair()
     square = alt.Scale(domain=[-1.3, 1.3])
@@ -395,13 +401,13 @@ def draw_scalp(rows: Rows, cells: Rows, places: Sequence[tuple[float, float]]) -
     y = alt.Y("y:Q", scale=square, axis=None)
     field = (
         alt.Chart(alt.Data(values=cells))
-        .mark_rect()
+        .mark_rect(x2Offset=0.6, y2Offset=-0.6)  # overlapping squares leave no seams
         .encode(
             x=x,
             x2="x2:Q",
             y=y,
             y2="y2:Q",
-            color=alt.Color("importance:Q", scale=alt.Scale(scheme="viridis"), title="importance"),
+            color=alt.Color("importance:Q", scale=alt.Scale(scheme="viridis"), title=quantity),
         )
     )
     angles = np.linspace(0, 2 * np.pi, 91)

@@ -59,9 +59,9 @@ def _subjects(folder: Path, records: Records) -> list[Block]:
     head = ("split", "decoder", "mean r [95 %]", "by chance", "p", "above chance", "of subjects",
             "match", "challenge score")  # fmt: skip
     note = (
-        "Mean r of the subjects by Fisher's z. By chance: 5 % to 95 % of correlations with "
-        "mismatched envelopes. Match: how often a window was given its own envelope rather than "
-        "another. The challenge score is of all splits together."
+        "Mean r of the subjects by Fisher's z. By chance: nine of ten correlations with mismatched "
+        "envelopes lie in this range. Match: how often a window was given its own envelope rather "
+        "than another. The challenge score is of all splits together."
     )
     shown.append(Table("scores", "Correlation with the heard envelope", head, tuple(rows), note))
     for split, decoders in scores.items():
@@ -70,8 +70,8 @@ def _subjects(folder: Path, records: Records) -> list[Block]:
             continue
         bound = best.get(split)
         caption = (
-            "Pearson's r of each subject. The grey bars are the range by chance: 5 % to 95 % of "
-            "the first decoder's correlations with mismatched envelopes."
+            "Pearson's r of each subject. The grey bars are the range by chance, in which nine of "
+            "ten of the first decoder's correlations with mismatched envelopes lie."
         )
         caption += "" if bound is None else " Dashed: an upper bound on the r of any decoder."
         meaning = plain(SPLITS.get(split, split))
@@ -132,7 +132,9 @@ def _electrodes(folder: Path, records: Records) -> list[Block]:
     if weights.ndim != 3 or weights.shape[1] != len(names):
         raise BadInput(f"{path}: {_CONVOLUTION} does not fit {len(names)} channels")
     norms = (weights.astype("float64") ** 2).sum((0, 2)) ** 0.5
-    chart, _, reason = draw_importance([plain(str(name)) for name in names], norms)
+    chart, _, reason = draw_importance(
+        [plain(str(name)) for name in names], norms, "norm of weights"
+    )
     caption = (
         "The norm of the first convolution's weights for each electrode, whose signals are "
         "standardized: how strongly the model reads it, not how much its result depends on it."

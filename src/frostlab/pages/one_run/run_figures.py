@@ -51,18 +51,21 @@ def _boundaries(stages: Rows, last: int, named: bool) -> list[Any]:
     return layers
 
 
-def training(losses: Rows, evaluations: Rows, stages: Rows, metric: str) -> Any:
+def training(
+    losses: Rows, evaluations: Rows, stages: Rows, metric: str, percent: bool = False
+) -> Any:
     """Draw the metric of every evaluation, the best marked, above the loss of training.
 
     `losses` have step, loss and text; `evaluations` have step, value, text and best (a bool);
-    `stages` have the step at which each later stage begins, and its name as `stage`.
+    `stages` have the step at which each later stage begins, and its name as `stage`. With
+    `percent`, the metric is a share that is shown in percent.
     """
     alt = _altair()
     last = max((row["step"] for row in [*losses, *evaluations]), default=1)
     panels = []
     if evaluations:
         y = alt.Y("value:Q", title=metric, scale=_scale([row["value"] for row in evaluations]),
-                  axis=alt.Axis(tickCount=6))  # fmt: skip
+                  axis=alt.Axis(tickCount=6, format=".3~%" if percent else "~g"))  # fmt: skip
         base = alt.Chart(alt.Data(values=list(evaluations))).encode(x=_steps(last), y=y)
         tip = [alt.Tooltip("step:Q", format=",d"), alt.Tooltip("text:N", title=metric)]
         line = base.mark_line(color=PALETTE[0], strokeWidth=2)
@@ -109,7 +112,8 @@ def by_step(points: Rows, stages: Rows, title: str, zero: bool = False) -> Any:
     """
     alt = _altair()
     last = max(row["step"] for row in points)
-    scale = alt.Scale(zero=True) if zero else _scale([row["value"] for row in points])
+    values = [row["value"] for row in points]
+    scale = alt.Scale(domain=[0, 1.08 * max(*values, 1e-12)]) if zero else _scale(values)
     axis = alt.Axis(format=".1e" if zero else "~g", tickCount=6)
     y = alt.Y("value:Q", title=title, scale=scale, axis=axis)
     base = alt.Chart(alt.Data(values=list(points))).encode(x=_steps(last), y=y)

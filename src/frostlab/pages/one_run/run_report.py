@@ -1,10 +1,10 @@
 """The report of one run: its result, curves, stages, times, gradient flow, data and environment."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from frostlab.flow.diagnosis import findings_of, join_names
+from frostlab.flow.diagnosis import findings_of
 from frostlab.flow.figures import TITLES, front_chart, heat_charts, norm_chart
 from frostlab.flow.judge import FROZEN, LEARNING
 from frostlab.pages.content import (
@@ -53,6 +53,13 @@ def document(folder: Path, language: str) -> Document:
         language=language,
         problems=tuple(run.problems),
     )
+
+
+def sources(folder: Path) -> tuple[str, ...]:
+    """Return the records that show whether a report is up to date; none for an unfinished run."""
+    if not (folder / RESULT).exists():
+        return ()
+    return (RESULT, EVENTS, RECIPE, "targets.json", "exits.json", "annotations.json")
 
 
 def metric_format(name: str) -> str:
@@ -121,7 +128,7 @@ def _alarms(run: OneRun) -> Iterator[Paragraph]:
         where = f" in stage {plain(stage)}" if len(run.flows) > 1 else ""
         for finding in findings_of(flow) if flow.reports else ():
             if finding.alarming:
-                names = plain(join_names(finding.parts, 3))
+                names = _names(finding.parts, 3)
                 yield item(f"Gradient flow{where}: {finding.word}: {names}.", alarm=True)
 
 
@@ -133,7 +140,8 @@ def _training_figure(run: OneRun) -> Figure | None:
     evaluations = _evaluation_rows(run)
     if not losses and not evaluations:
         return None
-    chart = run_figures.training(losses, evaluations, run.later_stages, plain(run.metric))
+    percent = metric_format(run.metric) == "percent"
+    chart = run_figures.training(losses, evaluations, run.later_stages, plain(run.metric), percent)
     better = "smaller" if run.metric in LOWER_IS_BETTER else "larger"
     caption = (
         f"Above, {plain(run.metric)} at each evaluation on the selecting split ({better} is "
@@ -355,7 +363,7 @@ def _times(run: OneRun) -> list[Block]:
         "waiting for data": (run.cell("clocks", format="data wait"), ""),
         "setup, before the total": (run.cell("clocks", "setup_seconds", format="seconds"), ""),
         "step, median": (run.cell("clocks", "step_ms", "median", format="ms"), ""),
-        "step, 95th percentile": (run.cell("clocks", "step_ms", "p95", format="ms"), ""),
+        "step, of which 95 % are faster": (run.cell("clocks", "step_ms", "p95", format="ms"), ""),
         "step, coefficient of variation": (
             run.cell("clocks", "step_ms", "cv", format="percent"), ""),
         "tokens (EEG: samples)": (run.cell("clocks", "tokens_per_second", format="rate"), ""),
@@ -389,6 +397,12 @@ _HEAT_KEY = (
 )
 
 
+def _names(parts: Sequence[str], most: int) -> str:
+    """Join at most `most` names of parts."""
+    more = " and more" if len(parts) > most else ""
+    return plain(", ".join(parts[:most])) + more
+
+
 def _flow(run: OneRun) -> list[Block]:
     flows = run.flows
     blocks: list[Block] = [*_targets(run)]
@@ -396,7 +410,7 @@ def _flow(run: OneRun) -> list[Block]:
         suffix = f"-{number}" if len(flows) > 1 else ""
         where = f" in stage {short(plain(stage), 40)}" if len(flows) > 1 else ""
         rows = tuple(
-            (finding.word, plain(join_names(finding.parts, 6)),
+            (finding.word, _names(finding.parts, 6),
              "" if finding.word in (LEARNING, FROZEN) else plain(finding.hint))
             for finding in findings_of(flow)
         )  # fmt: skip
@@ -415,8 +429,7 @@ def _flow(run: OneRun) -> list[Block]:
             ends = [{"step": report.step, **report.largest} for report in flow.reports]
             caption = (
                 "The largest absolute gradient of a tensor, averaged over the first two layers, "
-                "relative to the head's. Below the dashed lines it counts as vanishing, weak or "
-                "fair."
+                "relative to the head's. The dashed lines are the limits of the words beside them."
             )
             blocks.append(Figure(f"flow-front{suffix}", f"Front over output gradient{where}",
                                  chart, caption, ends, (EVENTS,)))  # fmt: skip
