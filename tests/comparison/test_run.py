@@ -35,6 +35,18 @@ def test_a_frame_has_a_row_a_run(made: fl.Comparison) -> None:
     assert set(frame["arm"]) == {"baseline", "oelm", "oelm-random"}
 
 
+def test_a_notebook_shows_the_verdicts(made: fl.Comparison, tmp_path: Path) -> None:
+    shown = made._repr_html_()
+    evidence = made.evidence
+    for name, verdict in evidence.verdicts.items():
+        assert f">{name}<" in shown
+        assert f">{verdict.word}<" in shown
+        assert f">{verdict.paired}<" in shown
+    assert "the baseline" in shown
+    assert "<script" not in shown
+    assert "no verdicts yet" in fl.Comparison(tmp_path)._repr_html_()
+
+
 def test_seeds_can_be_added_and_the_page_says_so(tmp_path: Path) -> None:
     first = compare(tmp_path / "c", seeds=5)
     assert first.evidence.look == 1

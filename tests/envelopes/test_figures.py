@@ -126,6 +126,8 @@ def test_the_page_holds_tables_and_figures(tmp_path: Path) -> None:
     assert str(SCORES.subjects[2].segments) in text
     assert "Channels as bars: " in text
     assert "://" not in text  # nothing is fetched
+    assert "Liberation Sans" in text  # the theme of all charts
+    assert "currentColor" in text
     pictures = sorted(path.name for path in page.parent.glob("*.png"))
     assert pictures == [
         "channels.png", "excerpt-1.png", "kernels.png", "r-report.png", "r-un-seen.png"

@@ -22,7 +22,7 @@ from flowing import adamw, loss_at, tiny_gpt, watched
 from frostlab.flow.diagnosis import findings_of, front_ratios, sentence_of
 from frostlab.flow.figures import BROKEN, FROZEN, NUMBER, UNREACHED, ZERO, Cell, grid_of, rows_of
 from frostlab.flow.measurements import Report
-from frostlab.flow.show import SHADES, flow_map_text, flow_page
+from frostlab.flow.show import SHADES, flow_map_text, flow_page, page_of
 from fuzz.targets_pages import small_flow
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -411,3 +411,29 @@ def test_pictures_replace_links(faulty: fl.Flow, tmp_path: Path) -> None:
     (folder / "flow.png").mkdir()
     with pytest.raises(fl.BadInput, match="flow: Is a directory"):
         flow_page(faulty, folder)
+
+
+def test_a_notebook_shows_the_maps_or_without_altair_the_numbers(
+    faulty: fl.Flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = faulty._repr_html_()
+    assert shown.count("<svg") == 2
+    assert "<script" not in shown
+    assert "Gradient flow of GPT &lt;b&gt;&amp;" in shown
+    assert sentence_of(faulty) in unescape(shown)
+    monkeypatch.setitem(sys.modules, "altair", None)
+    shown = faulty._repr_html_()
+    assert "<svg" not in shown
+    assert shown.count("<tr>") == 1 + len(faulty.parts)
+    assert "no step has been measured yet" in fl.Flow("GPT", "SGD")._repr_html_()
+
+
+def test_the_page_names_its_run_and_its_numbers_fit_a_phone(tmp_path: Path) -> None:
+    flow = small_flow()
+    assert "Run <strong>" not in page_of(flow)
+    flow.run = "my <run>, stage 2"
+    path = flow.save(tmp_path / "flow.json")
+    text = page_of(fl.load_flow(path))
+    assert "Run <strong>my &lt;run&gt;, stage 2</strong>" in text
+    titles = re.findall(r'<td data-title="([^"]*)">', text)
+    assert titles == ["gradient", "weight", "update", "update/weight"] * len(flow.parts)

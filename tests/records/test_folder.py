@@ -260,3 +260,16 @@ def test_a_run_that_was_killed_while_it_was_created_is_removed(tmp_path: Path) -
     assert not killed.exists()
     assert all((path / "recipe.yaml").exists() for path in (young, locked, outside))
     assert (another / "delta.json").exists()
+
+
+def test_a_notebook_shows_the_result_escaped(tmp_path: Path) -> None:
+    record = write_run(tmp_path / "run", caution="<b>tiny</b>", status="failed", error="no & memory")
+    shown = record._repr_html_()
+    assert "<b>" not in shown
+    assert '<p style="color: #d1242f">&lt;b&gt;tiny&lt;/b&gt;</p>' in shown
+    assert "no &amp; memory" in shown
+    assert "imdb, treatment oelm, seed 3: failed" in shown
+    assert "0.8 at step 20 of 30" in shown
+    assert "1,500 of 2,000" in shown
+    (tmp_path / "run" / "result.json").unlink()
+    assert "not finished" in RunRecord(tmp_path / "run")._repr_html_()

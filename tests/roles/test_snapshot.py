@@ -1,6 +1,7 @@
 """The anatomy as plain values and as a table."""
 
 import json
+from dataclasses import replace
 
 import frostlab as fl
 from zoo import build
@@ -15,3 +16,13 @@ def test_an_anatomy_as_json_and_as_a_table() -> None:
     table = anatomy.table()
     assert "layers[0:2]  2 alike" in table
     assert f"{anatomy.count('frozen'):,}" in table
+
+
+def test_a_notebook_shows_the_table_escaped() -> None:
+    anatomy = replace(fl.freeze(build("gpt_neox")[0], "query", "key"), model="<script>x</script>")
+    shown = anatomy._repr_html_()
+    assert "<script" not in shown
+    assert "&lt;script&gt;x" in shown
+    assert f"{anatomy.count('frozen'):,} frozen" in shown
+    assert shown.count("<tr>") == 1 + len(anatomy.table().split("parameters", 1)[1].splitlines()) - 9
+    assert repr(anatomy).startswith("Anatomy(<script>x</script>: 2 layers, ")

@@ -155,6 +155,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
 def test_the_report_is_of_whole_recordings_of_the_best_weights(finished: RunRecord) -> None:
     _, data = prepared()
     decoded = np.load(finished.folder / "decoded.npz")
+    heard = np.load(finished.folder / "heard.npz")
+    assert set(heard) == set(decoded)
     ridge = fit_ridge(data.splits["train"].recordings, data.rate)
     for split, ending in (("report", ""), ("unseen", "_unseen")):
         recordings = data.splits[split].recordings
@@ -163,6 +165,7 @@ def test_the_report_is_of_whole_recordings_of_the_best_weights(finished: RunReco
             for each in recordings:
                 said = decoded[each.name] if who == "model" else ridge.predict(each)
                 assert said.shape == each.envelope.shape
+                assert np.array_equal(heard[each.name], each.envelope)
                 z.setdefault(each.subject, []).append(np.arctanh(pearsonr(said, each.envelope)[0]))
             r = np.tanh(np.mean([np.mean(own) for own in z.values()]))
             assert finished.metrics[metric + ending] == pytest.approx(float(r), abs=1e-5)
