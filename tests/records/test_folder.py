@@ -263,7 +263,9 @@ def test_a_run_that_was_killed_while_it_was_created_is_removed(tmp_path: Path) -
 
 
 def test_a_notebook_shows_the_result_escaped(tmp_path: Path) -> None:
-    record = write_run(tmp_path / "run", caution="<b>tiny</b>", status="failed", error="no & memory")
+    record = write_run(
+        tmp_path / "run", caution="<b>tiny</b>", status="failed", error="no & memory"
+    )
     shown = record._repr_html_()
     assert "<b>" not in shown
     assert '<p style="color: #d1242f">&lt;b&gt;tiny&lt;/b&gt;</p>' in shown
