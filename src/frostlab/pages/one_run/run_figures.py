@@ -65,7 +65,7 @@ def training(
     panels = []
     if evaluations:
         y = alt.Y("value:Q", title=metric, scale=_scale([row["value"] for row in evaluations]),
-                  axis=alt.Axis(tickCount=6, format=".3~%" if percent else "~g"))  # fmt: skip
+                  axis=alt.Axis(tickCount=6, format=".3~%" if percent else ".4~g"))  # fmt: skip
         base = alt.Chart(alt.Data(values=list(evaluations))).encode(x=_steps(last), y=y)
         tip = [alt.Tooltip("step:Q", format=",d"), alt.Tooltip("text:N", title=metric)]
         line = base.mark_line(color=PALETTE[0], strokeWidth=2)
@@ -114,7 +114,7 @@ def by_step(points: Rows, stages: Rows, title: str, zero: bool = False) -> Any:
     last = max(row["step"] for row in points)
     values = [row["value"] for row in points]
     scale = alt.Scale(domain=[0, 1.08 * max(*values, 1e-12)]) if zero else _scale(values)
-    axis = alt.Axis(format=".1e" if zero else "~g", tickCount=6)
+    axis = alt.Axis(format=".1e" if zero else ".4~g", tickCount=6)
     y = alt.Y("value:Q", title=title, scale=scale, axis=axis)
     base = alt.Chart(alt.Data(values=list(points))).encode(x=_steps(last), y=y)
     dots = _small_dots(base, points, PALETTE[0]).encode(

@@ -393,8 +393,8 @@ _HEAT = {
 }
 _HEAT_KEY = (
     " Rows are parts of the model or whole layers; a column is a measured step or, with many, the "
-    "median of several. Brighter is larger. Signs: · frozen, - no gradient, ! NaN or infinity, or a "
-    "zero."
+    "median of several. Brighter is larger. Signs: · frozen, - no gradient, ! NaN or infinity, or "
+    "a zero."
 )
 
 
