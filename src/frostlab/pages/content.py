@@ -102,6 +102,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
         "factor": lambda value: f"{value:.4g} ×",
         "count": lambda value: f"{value:,}",
         "percent": lambda value: f"{value:.2%}",
+        "percent of a ratio": lambda value: f"{100 * value:.3g} %",
         "short percent": lambda value: f"{value:.1%}",
         "whole percent": lambda value: f"{value:.0f} %",  # of a value that is in percent
         "seconds": lambda value: f"{number(value)} s",

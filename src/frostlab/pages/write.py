@@ -22,13 +22,13 @@ from frostlab.pages import compared, many, several, unfinished
 from frostlab.pages.compared import EVIDENCE
 from frostlab.pages.content import Document
 from frostlab.pages.document import page
+from frostlab.pages.languages import LANGUAGES
 from frostlab.pages.record import markdown
 from frostlab.pages.tables import table_files
 from frostlab.records.index import is_comparison, is_run
 from frostlab.storage import Lock, file_digest, read_json, remove_temporary, write_whole
 
 PAGE, RECORD, LISTING = "report.html", "report.md", "report.json"
-LANGUAGES = ("en", "zh", "ja")
 _SCHEMA = 1  # version of report.json
 _TEMPORARY = "report"  # part of the temporary folder's name
 
