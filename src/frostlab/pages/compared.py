@@ -149,12 +149,12 @@ def _findings(compared: Compared) -> list[Paragraph]:
     evidence, metric = compared.evidence, plain(compared.evidence.rules.metric)
     blocks = []
     for name in compared.others:
-        verdict, lead = evidence.verdicts[name], f"{plain(name)}:"
+        verdict = evidence.verdicts[name]
         if compared.language in WORDS:
             blocks.append(_foreign(compared, name))
             continue
         if verdict.word in DOUBTFUL:
-            blocks.append(item(_sentence(compared, "verdicts", name), alarm=True, lead=lead))
+            blocks.append(item(_sentence(compared, "verdicts", name), alarm=True))
             continue
         pieces: list[str | Cell] = [compared.cell("verdicts", name, "word", format="text")]
         if verdict.paired is not None:
@@ -162,11 +162,13 @@ def _findings(compared: Compared) -> list[Paragraph]:
                        compared.cell("verdicts", name, "paired", format="effect"), " over ",
                        compared.cell("verdicts", name, "paired", "n", format="count"),
                        " paired seeds"]  # fmt: skip
+        if verdict.word == "no difference found" and verdict.margin is not None:
+            pieces += ["; ", *_cost(compared, name)]
         if verdict.word == "no difference found" and verdict.could_have_seen is not None:
             pieces += ["; a true difference of ",
                        compared.cell("verdicts", name, "could_have_seen"),
                        " would be found in 8 of 10 such comparisons"]  # fmt: skip
-        blocks.append(item(*pieces, ".", lead=lead))
+        blocks.append(item(*pieces, ".", lead=f"{plain(name)}:"))
     return blocks + [compared.time_of(name) for name in compared.others if evidence.timing]
 
 
@@ -187,6 +189,13 @@ def _doubts(compared: Compared) -> list[Paragraph]:
             status = compared.records.cell(COMPARISON, "overview", number, "status", format="text")
             blocks.append(item(f"{plain(arm)}: ", status, ".", alarm=True))
     blocks += facts.confounds(compared)
+    blocks += [
+        item(compared.cell("verdicts", name, "together", format="list"),
+             " differ together, so none of them alone is shown to be the cause.", alarm=True,
+             lead=f"{plain(name)}:")
+        for name, verdict in evidence.verdicts.items()
+        if verdict.together
+    ]  # fmt: skip
     if evidence.timing is not None and not evidence.timing.proven:
         blocks.append(item(translated("The times of steps are unproven: ", compared.language),
                            compared.cell("timing", "reasons", format="list"), ".",
@@ -288,14 +297,12 @@ def _arms(compared: Compared) -> list[Block]:
     """Describe each arm, and show all of them in the overview table."""
     blocks: list[Block] = []
     for number, arm in enumerate(compared.evidence.plan.arms):
-        pieces: list[str | Cell] = [
-            "(the baseline) " * (arm.name == compared.evidence.baseline),
-            compared.cell("arms", arm.name, "does", format="text"),
-        ]
+        pieces: list[str | Cell] = [compared.cell("arms", arm.name, "does", format="text")]
         for key in arm.set:
             value = compared.cell("plan", "arms", number, "set", key, format="json")
             pieces += [f"; {plain(key)} ", value]
-        blocks.append(item(*pieces, ".", lead=f"{plain(arm.name)}:"))
+        mark = " (the baseline)" if arm.name == compared.evidence.baseline else ""
+        blocks.append(item(*pieces, ".", lead=f"{plain(arm.name)}{mark}:"))
     return [*blocks, *tables.overview(compared)]
 
 
@@ -303,10 +310,9 @@ def _verdicts(compared: Compared) -> list[Block]:
     """Return every verdict in a full sentence, and the tests of the comparison itself."""
     evidence = compared.evidence
     blocks: list[Block] = [
-        item(_sentence(compared, "verdicts", name), alarm=verdict.word in DOUBTFUL,
-             lead=f"{plain(name)}:")
+        item(_sentence(compared, "verdicts", name), alarm=verdict.word in DOUBTFUL)
         for name, verdict in evidence.verdicts.items()
-    ]  # fmt: skip
+    ]
     blocks += _notes(compared, only_doubts=False)
     if evidence.timing is not None:
         blocks += [compared.time_of(name) for name in compared.others]

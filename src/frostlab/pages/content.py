@@ -148,7 +148,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
         "step ratio": lambda value: _with_interval(value, "ratio", "{:.4f}"),
         "verdict": _verdict,
         "verdict counts": lambda value: ", ".join(f"{n} {word}" for word, n in value.items()),
-        "finished runs": _finished_runs,
+        "finished of all arms": _finished_runs,
     }).items()
 }  # fmt: skip
 
