@@ -120,12 +120,13 @@ def test_the_first_screen_is_in_the_language(
 ) -> None:
     shutil.copytree(request.getfixturevalue(which), tmp_path, dirs_exist_ok=True)
     text = report(tmp_path, language).read_text(encoding="utf-8")
-    verdicts = json.loads((tmp_path / "evidence.json").read_text())["verdicts"]
+    evidence = json.loads((tmp_path / "evidence.json").read_text())
     assert f'<html lang="{language}">' in text
-    for verdict in verdicts.values():
+    for verdict in evidence["verdicts"].values():
         assert WORDS[language][verdict["word"]] in text
     assert PHRASES["Verdicts"][language] in text
-    assert complaints(tmp_path / PAGE) == []
+    timed = (evidence["timing"] or {"arms": {}})["arms"]
+    assert complaints(tmp_path / PAGE, timed) == []
 
 
 def test_every_heading_of_a_comparison_is_translated() -> None:
