@@ -207,7 +207,7 @@ class Figure:
 
     name: str  # of the files, without their ending
     title: str
-    chart: Any  # an Altair chart without a theme
+    chart: Any  # an Altair chart, or its specification, without a theme
     caption: str  # what it shows, in words
     rows: Sequence[dict[str, Any]]  # the data that it draws
     files: tuple[str, ...] = ()  # records that the data come from

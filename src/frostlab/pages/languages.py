@@ -112,8 +112,8 @@ _PARTS: dict[str, dict[str, str]] = {
     "ja": {
         "none": "対になる値がない",
         "effect": "効果は {effect}、対応のあるシードは {n} 組",
-        "interval": "効果は {effect}（角括弧内は {confidence} 信頼区間）、対応のあるシードは"
-        " {n} 組",
+        "interval": "効果は {effect}（角括弧内は {confidence} 信頼区間）、"
+        "対応のあるシードは {n} 組",
         "intervals": "効果は {effect}（角括弧内は {family} 個の判定に対する {confidence} 同時信頼"
         "区間）、対応のあるシードは {n} 組",
         "missing": "。{name} では {count} 回の実行で有効な値が得られず、全実行中の最悪値とみなした",
