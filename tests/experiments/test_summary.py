@@ -20,8 +20,8 @@ from frostlab.experiments.summary import (
     GroupSummary,
     _interaction,
     _questions,
-    _retained,
     read_summary,
+    retained_share,
 )
 from frostlab.recipe.groups import Interaction
 
@@ -106,7 +106,7 @@ def test_the_share_retained_is_larger_if_the_arm_is_better(fair: fl.GroupResult)
     evidence = fair.comparisons["rates"].evidence
     halved = with_values(evidence, [50.0] * 5, [100.0] * 5, "perplexity")
     arms = halved.arms
-    assert _retained(halved, "oelm", arms["oelm"], arms["baseline"]) == pytest.approx(2.0)
+    assert retained_share(halved, "oelm", arms["oelm"], arms["baseline"]) == pytest.approx(2.0)
 
 
 def answered(name: str, model: str, word: str, effect: float = 0.01) -> ComparisonSummary:
@@ -146,14 +146,14 @@ def test_a_group_without_oelm_has_no_five_questions() -> None:
 
 
 def test_a_scale_is_said(fair: fl.GroupResult) -> None:
-    from frostlab.experiments.summary import _reduced
+    from frostlab.experiments.summary import reduced_by
 
     evidence = fair.comparisons["rates"].evidence
-    assert _reduced(evidence) == ()
+    assert reduced_by(evidence) == ()
     small = {**evidence.plan.recipe, "scale": "tiny"}
     plan = evidence.plan.model_copy(update={"recipe": small, "quick": True})
     reasons = ("scale tiny", "quick: shortened runs")
-    assert _reduced(replace(evidence, plan=plan)) == reasons
+    assert reduced_by(replace(evidence, plan=plan)) == reasons
     (entry,) = fair.summary.comparisons
     reduced = replace(fair.summary, comparisons=(replace(entry, reduced=reasons),))
     text = show_summary(reduced, fair.page)

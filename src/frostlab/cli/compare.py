@@ -22,6 +22,7 @@ from frostlab.cli.options import (
     settings_from,
     width_of,
 )
+from frostlab.cli.report import report_at_end
 from frostlab.errors import BadInput, nearest
 
 if TYPE_CHECKING:
@@ -271,10 +272,11 @@ def _compare_group(
 def _show_group(group: "GroupResult", as_json: bool) -> None:
     if as_json:
         echo(json.dumps(group.summary.to_dict(), indent=1))
-        return
-    from frostlab.experiments.show import show_summary
+    else:
+        from frostlab.experiments.show import show_summary
 
-    echo(show_summary(group.summary, group.page, width_of()))
+        echo(show_summary(group.summary, group.page, width_of()))
+    report_at_end(group.folder, show=not as_json)
 
 
 def _compare_runs(
@@ -292,10 +294,11 @@ def _compare_runs(
 def _show(comparison: "Comparison", as_json: bool) -> None:
     if as_json:
         echo(json.dumps(comparison.evidence.to_dict(), indent=1))
-        return
-    from frostlab.comparison.page import show
+    else:
+        from frostlab.comparison.page import show
 
-    echo(show(comparison.evidence, comparison.page))
+        echo(show(comparison.evidence, comparison.page))
+    report_at_end(comparison.folder, show=not as_json)
 
 
 def judge(
@@ -306,8 +309,8 @@ def judge(
 ) -> None:
     """Judge a comparison, or those of a group, again from the finished runs, without training.
 
-    This replaces evidence.json, comparison.json, timing.json and the page; for a group,
-    also its summary.
+    This replaces evidence.json, comparison.json, timing.json, the page and the report; for
+    a group, also its summary.
     """
     from frostlab.records.index import is_group
 

@@ -6,13 +6,16 @@ from typing import Annotated
 import typer
 
 from frostlab.cli.options import echo
+from frostlab.errors import FrostlabError
 from frostlab.text import plain
 
 
 def report(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="FOLDER", help="Folder of a run or a comparison, or of several."),
+        typer.Argument(
+            metavar="FOLDER", help="Folder of a run, a comparison, a group or several comparisons."
+        ),
     ],
     language: Annotated[
         str,
@@ -22,8 +25,27 @@ def report(
     """Write a report: one page with figures that needs no other file, and its parts as files.
 
     The folder gets report.html, report.md, figures (SVG, PNG and PDF) and tables (CSV
-    and LaTeX). An earlier report is replaced.
+    and LaTeX). An earlier report is replaced. In a folder of several comparisons, each
+    comparison gets its own report, too, unless that is up to date.
     """
     from frostlab.pages.write import report as write_report
 
     echo(plain(str(write_report(folder, language))))
+
+
+def report_at_end(folder: Path, show: bool) -> None:
+    """Write the report of a comparison or group that has just been judged, and show its path.
+
+    If that is not possible, one line says why; the comparison is finished all the same.
+    """
+    from frostlab.pages.write import PAGE
+    from frostlab.pages.write import report as write_report
+
+    try:
+        page = write_report(folder)
+    except FrostlabError as error:
+        old = f"; {folder / PAGE} shows earlier results" if (folder / PAGE).exists() else ""
+        echo(plain(f"frostlab: no report: {error}{old}"), err=True)
+        return
+    if show:
+        echo(plain(f"report: {page}"))

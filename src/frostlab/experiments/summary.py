@@ -34,7 +34,7 @@ SUMMARY = "summary.json"
 Status = Literal["finished", "not finished", "not run"]
 _NO_VALUE = ("did not finish", "unproven")  # verdicts that leave an effect unknown
 TRANSFER = len(QUESTIONS) - 1  # index of the question that needs comparisons of BERT and of GPT
-_MODELS = ("BERT", "GPT")
+MODELS = ("BERT", "GPT")
 _SHORTENED = ("train.steps", "train.epochs", "evaluate.every", "watch.every_n_steps")  # by --quick
 
 
@@ -61,7 +61,7 @@ class ArmSummary:
     gap: Effect | None  # paired effect; None for the baseline, and without pairs
     verdict: Word | None  # None for the baseline
     sentence: str | None
-    retained: float | None  # share of the baseline's metric (_retained); above 1: better
+    retained: float | None  # share of the baseline's metric (retained_share); above 1: better
     confounds: tuple[str, ...]  # settings besides the treatment that differ from the baseline
     time: TimeGap | None  # None for the baseline, or if steps were not timed
     experiment: str | None  # id of the sources' experiment to which the arm corresponds
@@ -180,10 +180,10 @@ def _comparison(
         about=plan.about,
         metric=plan.rules.metric,
         seeds=len(plan.seeds),
-        model=_model(plan.recipe["model"]),
+        model=model_name(plan.recipe["model"]),
         data=str(plan.recipe["data"]["name"]),
         caution=evidence.caution,
-        reduced=_reduced(evidence),
+        reduced=reduced_by(evidence),
         changed=_changed(group, as_published, name, evidence),
         baseline=evidence.baseline,
         baseline_treated=baseline.does if treated.init or treated.freeze else None,
@@ -196,13 +196,13 @@ def _comparison(
     )
 
 
-def _model(settings: Mapping[str, Any]) -> str:
+def model_name(settings: Mapping[str, Any]) -> str:
     """Return BERT or GPT if the model's name or kind contains it, else the name or kind itself."""
     name = str(settings.get("name") or settings["kind"])
-    return next((model for model in _MODELS if model.lower() in name.lower()), name)
+    return next((model for model in MODELS if model.lower() in name.lower()), name)
 
 
-def _reduced(evidence: Evidence) -> tuple[str, ...]:
+def reduced_by(evidence: Evidence) -> tuple[str, ...]:
     """Return the reasons why a comparison is smaller than the experiment."""
     plan = evidence.plan
     caution = plan.recipe_of(plan.baseline, plan.seeds[0]).caution
@@ -235,7 +235,7 @@ def _arm(
         gap=None if verdict is None else verdict.paired,
         verdict=None if verdict is None else verdict.word,
         sentence=None if verdict is None else verdict.sentence,
-        retained=None if verdict is None else _retained(evidence, name, arm, baseline),
+        retained=None if verdict is None else retained_share(evidence, name, arm, baseline),
         confounds=evidence.confounds.get(name, ()),
         time=None
         if timed is None or timing is None
@@ -245,7 +245,7 @@ def _arm(
     )
 
 
-def _retained(
+def retained_share(
     evidence: Evidence, name: str, arm: ArmEvidence, baseline: ArmEvidence
 ) -> float | None:
     """Return the arm's mean divided by the baseline's, inverted if lower values are better.
@@ -352,7 +352,7 @@ def _transfer(
     ]
     words: dict[str, set[str]] = {}
     parts = []
-    for model in _MODELS:
+    for model in MODELS:
         effects = []
         for name, comparison in everything:
             arm = comparison.oelm_arm
@@ -361,7 +361,7 @@ def _transfer(
                 effects.append(f"{name} {effect_text(arm.gap)} ({notes})")
                 words.setdefault(model, set()).add(str(arm.verdict))
         parts.append(f"{model}: {', '.join(effects) if effects else 'no effect measured'}.")
-    missing = [model for model in _MODELS if model not in words]
+    missing = [model for model in MODELS if model not in words]
     if missing:
         return f"Not known: {' '.join(parts)}"
     judged = {"better", "worse", "no difference found"}

@@ -2,9 +2,9 @@
 
 A manifest has the form of `storage.seal`. A folder inside that has a manifest or checksums of its
 own, such as a comparison's run or a run's checkpoint, is represented by that file alone. A run that
-has diverged counts as finished here. Locks are
-left out, and so are notes, tags and files that other commands add to a finished run. A comparison
-of runs that had ended before lists the manifests of these runs, by paths that begin with `..`.
+has diverged counts as finished here. Locks are left out, and so are notes, tags and files that
+other commands add later, such as reports. A comparison of runs that had ended before lists the
+manifests of these runs, by paths that begin with `..`.
 """
 
 import json
@@ -20,8 +20,12 @@ from frostlab.storage import SEAL, checksums, damaged_file, is_plain, read_json,
 MANIFEST = "manifest.json"
 _LOCKS = ("run.lock", "compare.lock")
 _CHANGING = (".index.json", "annotations.json")  # a listing's index; users' notes and tags
-# Added to a finished run by the commands exits, diagnose and envelopes.
-_ADDED = ("exits.json", "targets.json", "flow", "envelopes")
+# Added to a finished run by the commands exits, diagnose and envelopes; to a run, a comparison or
+# a group by the command report.
+_ADDED = (
+    "exits.json", "targets.json", "flow", "envelopes",
+    "report.html", "report.md", "report.json", "means.json", "figures", "tables",
+)  # fmt: skip
 _RECORDS = ("events.jsonl", "plan.json")  # one of them is in each run or comparison
 
 
@@ -166,11 +170,17 @@ def _files(folder: Path) -> list[str]:
             continue
         links = [name for name in folders if (folder / here / name).is_symlink()]
         names += [str(here / name) for name in (*files, *links) if not _is_left_out(name, top)]
-        folders[:] = [name for name in folders if not (top and name in _ADDED)]
+        folders[:] = [
+            name for name in folders if not (_is_temporary(name) or (top and name in _ADDED))
+        ]
     return sorted(names)
 
 
 def _is_left_out(name: str, top: bool) -> bool:
     """Return whether manifests do not list files of this name."""
-    temporary = name.startswith(".") and name.endswith(".tmp")
-    return temporary or name in (*_LOCKS, *_CHANGING) or (top and name in (MANIFEST, *_ADDED))
+    listed_nowhere = name in (*_LOCKS, *_CHANGING) or _is_temporary(name)
+    return listed_nowhere or (top and name in (MANIFEST, *_ADDED))
+
+
+def _is_temporary(name: str) -> bool:
+    return name.startswith(".") and name.endswith(".tmp")

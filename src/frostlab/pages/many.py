@@ -1,0 +1,568 @@
+"""The report of several comparisons: every treatment on every data set, and the means over them.
+
+The folder is a group's folder, or a folder of comparisons and groups. Numbers of one comparison are
+linked to its evidence.json, those over several to means.json, which is written with the report, and
+those of a group and of its sources to its summary.json.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from frostlab.charts import GREY, label, require_drawing
+from frostlab.comparison.evidence import ArmVerdict, Effect
+from frostlab.experiments.means import MEANS, By, Mean
+from frostlab.experiments.summary import (
+    MODELS,
+    SUMMARY,
+    ComparisonSummary,
+    model_name,
+    reduced_by,
+)
+from frostlab.pages.compared import EVIDENCE
+from frostlab.pages.content import (
+    Block,
+    Cell,
+    Document,
+    Figure,
+    Paragraph,
+    Section,
+    Table,
+    item,
+    words,
+)
+from frostlab.pages.figures import WIDTH, arm_colour, arm_shape, toggled
+from frostlab.pages.several import Member, Several, read_several
+from frostlab.text import NONE, plain
+
+Row = tuple[str | Cell, ...]
+_PAGE = "report.html"
+_JUDGED = ("better", "worse", "no difference found")  # verdicts
+_MOST_COLUMNS = 6  # arms in a table of comparisons × arms
+_MOST_ITEMS = 12  # effects that the first screen lists
+_MEAN = "mean"  # label of the row of means in a figure
+
+
+# The page
+
+
+def document(folder: Path, language: str) -> Document:
+    """Return the report of several comparisons."""
+    several = read_several(folder)
+    sections = []
+    for name, title, make in SECTIONS:
+        if blocks := make(several):
+            sections.append(Section(name, title, tuple(blocks)))
+    own = several.groups.get("")
+    kind = "" if own is None else ", as published" if own.as_published else ", fair"
+    title = f"Comparisons: {folder.resolve().name}" if own is None else own.group
+    return Document(
+        title=plain(f"{title}{kind}"),
+        about=plain(own.about) if own else "What each treatment changed, on each data set.",
+        first=tuple(_first_screen(several)),
+        sections=tuple(sections),
+        arms=several.arms,
+        language=language,
+        problems=tuple(map(plain, several.problems)),
+        records={MEANS: several.means.to_dict()},
+    )
+
+
+def _first_screen(several: Several) -> list[Block]:
+    blocks: list[Block] = []
+    means = [(number, mean) for number, mean in enumerate(several.means.means) if mean.by == "all"]
+    if not several.finished:
+        blocks.append(words("No comparison here is finished, so there is nothing to compare yet.",
+                            alarm=True))  # fmt: skip
+    for number, mean in means:
+        blocks.append(item(
+            f"{plain(mean.arm)} on {plain(mean.metric)}{_in_brackets(mean.shortcomings)}: ",
+            several.records.cell(MEANS, "means", number, "effect", format="effect"),
+            ", the mean over ",
+            several.records.cell(MEANS, "means", number, "comparisons", format="length"),
+            " comparisons; verdicts: ",
+            several.records.cell(MEANS, "means", number, "verdicts", format="verdict counts"), ".",
+            alarm=bool(mean.shortcomings),
+        ))  # fmt: skip
+    if not means:
+        effects = [(member, arm) for member, evidence in several.finished
+                   for arm in evidence.verdicts]  # fmt: skip
+        blocks += [
+            item(f"{plain(member.name)}, {plain(arm)}: ",
+                 several.cell(member, "verdicts", arm, format="verdict"), ".")
+            for member, arm in effects
+            if len(effects) <= _MOST_ITEMS
+        ]  # fmt: skip
+    blocks += _doubts(several)
+    return [*blocks, *_figures(several)]
+
+
+def _doubts(several: Several) -> list[Paragraph]:
+    """Return what is not finished, cannot be read, or is a warning, to show in red."""
+    blocks = [
+        item(f"{plain(member.name)}: {plain(member.problem)}.", alarm=True)
+        for member in several.members
+        if member.problem is not None
+    ]
+    cautions: dict[str, list[Member]] = {}
+    confounded: dict[tuple[str, tuple[str, ...]], list[Member]] = {}
+    for member, evidence in several.finished:
+        if evidence.caution:
+            cautions.setdefault(evidence.caution, []).append(member)
+        for arm, confounds in evidence.confounds.items():
+            if confounds:
+                confounded.setdefault((arm, confounds), []).append(member)
+    blocks += [
+        item("Caution: ", several.cell(members[0], "caution", format="text"),
+             f" ({_names(members)}).", alarm=True)
+        for members in cautions.values()
+    ]  # fmt: skip
+    blocks += [
+        item(f"{plain(arm)} is confounded by ",
+             several.cell(members[0], "confounds", arm, format="list"), f" ({_names(members)}).",
+             alarm=True)
+        for (arm, _), members in confounded.items()
+    ]  # fmt: skip
+    quick = [member for member, evidence in several.finished if evidence.plan.quick]
+    if quick:
+        blocks.append(item(f"Quick, with shortened runs: {_names(quick)}.", alarm=True))
+    return blocks
+
+
+def _names(members: Sequence[Member]) -> str:
+    return plain(", ".join(member.name for member in members))
+
+
+def _in_brackets(shortcomings: Sequence[str]) -> str:
+    return f" ({', '.join(shortcomings)})" if shortcomings else ""
+
+
+# Figures
+
+
+def _figures(several: Several) -> list[Block]:
+    """Draw the effects of every comparison, one figure for each metric."""
+    scales = dict.fromkeys(
+        (evidence.rules.metric, evidence.rules.log, evidence.rules.lower_is_better)
+        for _, evidence in several.finished
+    )
+    names: set[str] = set()
+    figures: list[Block] = []
+    for metric, ratio, lower in scales:
+        rows = _effect_rows(several, metric, ratio)
+        if not rows:
+            continue
+        what = "ratio of" if ratio else "difference of"
+        better = "smaller is better" if lower else "larger is better"
+        title = f"{what} {metric} to the baseline ({better})" if ratio else (
+            f"{what} {metric} from the baseline ({better})")  # fmt: skip
+        caption = (
+            "Each mark is the effect of one arm in one comparison, with the interval of its "
+            "verdict; the dashed line is no difference."
+        )
+        if any(row["doubtful"] for row in rows):
+            caption += " Hollow: confounded, or of scaled, shortened or stand-in runs."
+        if any(row["file"] == MEANS for row in rows):
+            caption += (
+                " The last rows are means over the comparisons, which all have the same weight, "
+                "with 95 % intervals."
+            )
+        name = _file_name(f"effects-{metric}", names)
+        chart = effects_by_comparison(rows, several.arms, plain(title), ratio)
+        files = tuple(sorted({row["file"] for row in rows}))
+        figures.append(Figure(name, f"Effects on {plain(metric)}", chart, caption, rows, files))
+    return figures
+
+
+def _file_name(text: str, taken: set[str]) -> str:
+    """Return a text as a file name that is not taken yet."""
+    name = base = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60]
+    number = 2
+    while name in taken:
+        name, number = f"{base}-{number}", number + 1
+    taken.add(name)
+    return name
+
+
+def _effect_rows(several: Several, metric: str, ratio: bool) -> list[dict[str, Any]]:
+    rows = [
+        _effect_row(member.name, arm, verdict.paired, verdict.word, f"{member.name}/{EVIDENCE}",
+                    bool(evidence.confounds.get(arm) or reduced_by(evidence)))
+        for member, evidence in several.finished
+        if (evidence.rules.metric, evidence.rules.log) == (metric, ratio)
+        for arm, verdict in evidence.verdicts.items()
+        if verdict.paired is not None and verdict.paired.effect is not None
+    ]  # fmt: skip
+    rows += [
+        _effect_row(f"{_MEAN}{_in_brackets(mean.shortcomings)}", mean.arm, mean.effect, _MEAN,
+                    MEANS, bool(mean.shortcomings))
+        for mean in several.means.means
+        if mean.by == "all" and (mean.metric, mean.effect.log) == (metric, ratio)
+    ]  # fmt: skip
+    return rows
+
+
+def _effect_row(
+    name: str, arm: str, effect: Effect, word: str, file: str, doubtful: bool
+) -> dict[str, Any]:
+    return {
+        "comparison": name, "arm": arm, "effect": effect.effect, "low": effect.low,
+        "high": effect.high, "text": str(effect), "verdict": word, "doubtful": doubtful,
+        "file": file,
+    }  # fmt: skip
+
+
+def effects_by_comparison(
+    rows: Sequence[dict[str, Any]], arms: Sequence[str], title: str, ratio: bool
+) -> Any:
+    """Draw the effect and the interval of every arm in every comparison, side by side.
+
+    Rows have comparison, arm, effect, low, high, text, verdict and doubtful.
+    """
+    alt = require_drawing("a report")[0]
+    names = [label(arm) for arm in arms]
+    drawn = [{**row, "arm": label(row["arm"]), "comparison": label(row["comparison"])}
+             for row in rows]  # fmt: skip
+    present = [name for name in names if any(row["arm"] == name for row in drawn)]
+    comparisons = len({row["comparison"] for row in drawn})
+    side_by_side = _is_dense(len(drawn), comparisons, len(present))
+    for row in drawn:
+        row["row"] = row["comparison"] + ("" if side_by_side else f" · {row['arm']}")
+    order = list(dict.fromkeys(row["row"] for row in drawn))
+    scale = alt.Scale(zero=False, nice=True, padding=12)
+    base = alt.Chart(alt.Data(values=drawn)).encode(
+        y=alt.Y("row:N", sort=order, title=None, axis=alt.Axis(labelLimit=320, grid=True)),
+        color=arm_colour(names),
+        tooltip=[alt.Tooltip("comparison:N"), alt.Tooltip("arm:N"),
+                 alt.Tooltip("text:N", title="effect"), alt.Tooltip("verdict:N")],
+    )  # fmt: skip
+    if side_by_side and len(present) > 1:
+        base = base.encode(yOffset=alt.YOffset("arm:N", sort=present,
+                                               scale=alt.Scale(paddingOuter=0.6)))  # fmt: skip
+        height = alt.Step(18, **{"for": "offset"})
+    else:
+        height = alt.Step(26)
+    interval = base.mark_rule(strokeWidth=2.5).encode(
+        x=alt.X("low:Q", title=title, scale=scale), x2="high:Q"
+    )
+    mark = {
+        "x": alt.X("effect:Q", title=title, scale=scale),
+        "shape": arm_shape(names),
+        "size": alt.condition(f"datum.verdict == '{_MEAN}'", alt.value(170), alt.value(80)),
+    }
+    whole = base.transform_filter("!datum.doubtful").mark_point(filled=True, opacity=1)
+    hollow = base.transform_filter("datum.doubtful").mark_point(strokeWidth=2, opacity=1)
+    zero = alt.Chart(alt.Data(values=[{"zero": 1.0 if ratio else 0.0}])).mark_rule(
+        strokeDash=[5, 4], strokeWidth=1.5, stroke=GREY
+    ).encode(x=alt.X("zero:Q", title=title))  # fmt: skip
+    layers = alt.layer(zero, interval, whole.encode(**mark), hollow.encode(**mark))
+    return toggled(layers).properties(width=WIDTH, height=height)
+
+
+# Sections
+
+
+def _verdicts(several: Several) -> list[Block]:
+    """Return data set × treatment; if most comparisons lack most arms, one row for each effect."""
+    effects = sum(len(evidence.verdicts) for _, evidence in several.finished)
+    dense = _is_dense(effects, len(several.finished), len(several.arms))
+    rows: list[Row] = []
+    for member in several.members:
+        link = Cell(plain(member.name), link=f"{member.name}/{_PAGE}")
+        if (evidence := member.evidence) is None:
+            rest = [NONE] * (3 + (len(several.arms) if dense else 3))
+            rows.append((link, Cell(plain(member.problem), alarm=True), *rest))
+            continue
+        facts = (
+            link,
+            several.cell(member, "plan", "recipe", "data", "name", format="text"),
+            plain(model_name(evidence.plan.recipe["model"])),
+            several.cell(member, "plan", "rules", "metric", format="text"),
+            several.cell(member, "arms", evidence.baseline, "metrics", evidence.rules.metric,
+                         format="summary"),
+        )  # fmt: skip
+        verdicts = evidence.verdicts
+        if dense:
+            cells = [_verdict_cell(several, member, verdicts.get(arm), arm) for arm in several.arms]
+            rows.append((*facts, *cells))
+        else:
+            rows += [
+                (*facts, plain(arm), several.cell(member, "verdicts", arm, "paired",
+                                                  format="effect"),
+                 several.cell(member, "verdicts", arm, "word", format="text",
+                              alarm=verdict.word not in _JUDGED))
+                for arm, verdict in verdicts.items()
+            ]  # fmt: skip
+    arms = several.arms if dense else ("arm", "effect", "verdict")
+    head = ("comparison", "data", "model", "metric", "baseline", *map(plain, arms))
+    note = (
+        "The verdict, and the paired effect against the baseline with its interval: a difference, "
+        "or a ratio (×) for perplexity. The intervals of one comparison hold simultaneously. In "
+        "red: verdicts that do not judge the arm. Each name leads to the comparison's own report."
+    )
+    return [Table("verdicts", "Verdicts and effects", head, tuple(rows), note)]
+
+
+def _is_dense(effects: int, comparisons: int, arms: int) -> bool:
+    """Return whether a table or figure of comparisons × arms is mostly filled."""
+    return arms <= _MOST_COLUMNS and 2 * effects >= comparisons * arms
+
+
+def _verdict_cell(
+    several: Several, member: Member, verdict: ArmVerdict | None, arm: str
+) -> str | Cell:
+    if verdict is None:
+        return ""
+    alarm = verdict.word not in _JUDGED
+    return several.cell(member, "verdicts", arm, format="verdict", alarm=alarm)
+
+
+def _mean_rows(several: Several, by: By) -> list[tuple[int, Mean]]:
+    return [(n, mean) for n, mean in enumerate(several.means.means) if mean.by == by]
+
+
+def _mean_cells(several: Several, number: int) -> tuple[Cell, ...]:
+    return tuple(
+        several.records.cell(MEANS, "means", number, key, format=style)
+        for key, style in (("effect", "effect"), ("retained", "percent"), ("comparisons", "length"),
+                           ("verdicts", "verdict counts"))
+    )  # fmt: skip
+
+
+_MEAN_HEAD = ("mean effect", "share of the baseline", "comparisons", "verdicts")
+_MEAN_NOTE = (
+    "Every comparison has the same weight. The 95 % intervals of means are Welch's, one at a time, "
+    "about these comparisons and not about other data; a single comparison has the interval of its "
+    "verdict. The share of the baseline is the geometric mean of the shares of its metric that are "
+    "retained (the inverse if lower values are better): above 100 % is better than the baseline. "
+    "Confounded comparisons, and reduced ones (scaled, shortened, stand-ins), have means of their "
+    "own."
+)
+
+
+def _means(several: Several) -> list[Block]:
+    rows: tuple[Row, ...] = tuple(
+        (_arm_of(mean), plain(mean.metric),
+         *_mean_cells(several, number))
+        for number, mean in _mean_rows(several, "all")
+    )  # fmt: skip
+    if not rows:
+        return []
+    head = ("arm", "metric", *_MEAN_HEAD)
+    return [Table("means", "Mean effects", head, rows, _MEAN_NOTE)]
+
+
+def _models(several: Several) -> list[Block]:
+    """Return BERT against GPT, if there are comparisons of both."""
+    means = _shared([(n, mean) for n, mean in _mean_rows(several, "model") if mean.value in MODELS])
+    if not means:
+        return []
+    rows: list[Row] = [
+        (_arm_of(mean), plain(mean.metric), mean.value,
+         *_mean_cells(several, number))
+        for number, mean in sorted(means, key=lambda pair: _order(several, pair[1]))
+    ]  # fmt: skip
+    head = ("arm", "metric", "model", *_MEAN_HEAD)
+    blocks: list[Block] = [Table("models", "Mean effects by model", head, tuple(rows), _MEAN_NOTE)]
+    for number, contrast in enumerate(several.means.contrasts):
+        first, second = contrast.models
+        what = "divided by" if contrast.effect.log else "minus"
+        blocks.append(item(
+            f"{plain(contrast.arm)} on {plain(contrast.metric)}"
+            f"{_in_brackets(contrast.shortcomings)}: the effect on {first} {what} that on "
+            f"{second} is ",
+            several.records.cell(MEANS, "contrasts", number, "effect", format="effect"), ".",
+        ))  # fmt: skip
+    if not several.means.contrasts:
+        blocks.append(words("No arm has an effect on the same metric, with the same shortcomings, "
+                            "for both models, so the two effects are not subtracted."))  # fmt: skip
+    return blocks
+
+
+def _arm_of(mean: Mean) -> str:
+    return plain(mean.arm) + _in_brackets(mean.shortcomings)
+
+
+def _shared(means: Sequence[tuple[int, Mean]]) -> list[tuple[int, Mean]]:
+    """Return the means of the arms that occur with two models or tasks."""
+    values: dict[str, set[str]] = {}
+    for _, mean in means:
+        values.setdefault(mean.arm, set()).add(mean.value)
+    return [(number, mean) for number, mean in means if len(values[mean.arm]) > 1]
+
+
+def _order(several: Several, mean: Mean) -> tuple[int, str, str]:
+    return several.arms.index(mean.arm), mean.metric, mean.value
+
+
+def _tasks(several: Several) -> list[Block]:
+    """Return classification against generation, if there are comparisons of several tasks."""
+    means = _shared(_mean_rows(several, "task"))
+    if not means:
+        return []
+    rows: tuple[Row, ...] = tuple(
+        (_arm_of(mean), mean.value, plain(mean.metric),
+         *_mean_cells(several, number))
+        for number, mean in sorted(means, key=lambda pair: _order(several, pair[1]))
+    )  # fmt: skip
+    head = ("arm", "task", "metric", *_MEAN_HEAD)
+    note = f"The tasks have different metrics, so compare the shares of the baseline. {_MEAN_NOTE}"
+    return [Table("tasks", "Mean effects by task", head, rows, note)]
+
+
+def _entry_of(several: Several, member: Member) -> tuple[int, ComparisonSummary] | None:
+    """Return a comparison's place in its group's summary, and its entry there."""
+    summary = several.groups.get(member.group) if member.group is not None else None
+    if summary is None:
+        return None
+    own = Path(member.name).name
+    entries = enumerate(summary.comparisons)
+    return next(((number, entry) for number, entry in entries if entry.name == own), None)
+
+
+def _reported(several: Several) -> list[Block]:
+    """Return the results next to those that the sources reported."""
+    rows: list[Row] = []
+    for member, evidence in several.finished:
+        placed = _entry_of(several, member)
+        if placed is None or member.group is None:
+            continue
+        number, entry = placed
+        file = str(Path(member.group) / SUMMARY)
+        for place, arm in enumerate(entry.arms):
+            for metric in arm.reported:
+                if arm.arm not in evidence.arms:
+                    continue
+                at = ("comparisons", number, "arms", place)
+                rows.append((
+                    Cell(plain(member.name), link=f"{member.name}/{_PAGE}"), plain(arm.arm),
+                    several.records.cell(file, *at, "experiment", format="text"), plain(metric),
+                    _measured(several, member, arm.arm, metric),
+                    several.records.cell(file, *at, "reported", metric,
+                                         format="hms" if metric == "total_seconds" else "number"),
+                ))  # fmt: skip
+    if not rows:
+        return []
+    head = ("comparison", "arm", "experiment", "metric", "here", "reported")
+    note = (
+        "Here: mean ± standard deviation over the finished runs that can be paired. Reported: the "
+        "sources' number, mostly of one run on another machine."
+    )
+    return [Table("reported", "Results here and in the sources", head, tuple(rows), note)]
+
+
+def _measured(several: Several, member: Member, arm: str, metric: str) -> Cell:
+    if metric == "total_seconds":
+        return several.cell(member, "arms", arm, "seconds", "mean", format="hms")
+    return several.cell(member, "arms", arm, "metrics", metric, format="summary")
+
+
+def _times(several: Several) -> list[Block]:
+    """Return the step times relative to the baseline's."""
+    rows: list[Row] = []
+    for member, evidence in several.finished:
+        if evidence.timing is None:
+            continue
+        alarm = not evidence.timing.proven
+        rows.append((
+            Cell(plain(member.name), link=f"{member.name}/{_PAGE}"),
+            several.cell(member, "timing", "device", format="text"),
+            Cell("unproven", alarm=True) if alarm else "proven",
+            *(several.cell(member, "timing", "arms", arm, format="step ratio", alarm=alarm)
+              if arm in evidence.verdicts else "" for arm in several.arms),
+        ))  # fmt: skip
+    if not rows:
+        return []
+    head = ("comparison", "device", "timing", *map(plain, several.arms))
+    note = "The time of a step divided by the baseline's, from steps that the arms took in turn."
+    return [
+        Table("step-times", "Time of a step relative to the baseline's", head, tuple(rows), note)
+    ]
+
+
+def _answers(several: Several) -> list[Block]:
+    """Return the questions over a whole group, and those between its comparisons."""
+    blocks: list[Block] = []
+    for group, summary in several.groups.items():
+        file = str(Path(group) / SUMMARY)
+        for key in ("questions", "interactions"):
+            for number, answered in enumerate(getattr(summary, key)):
+                blocks.append(words(f"{plain(f'{group}: ' if group else '')}",
+                                    several.records.cell(file, key, number, "question",
+                                                         format="text"), " ",
+                                    several.records.cell(file, key, number, "answer",
+                                                         format="text")))  # fmt: skip
+                blocks += [
+                    item(f"{plain(name)}: ",
+                         several.records.cell(file, key, number, "by_comparison", name,
+                                              format="text"))
+                    for name in answered.by_comparison
+                ]  # fmt: skip
+    return blocks
+
+
+def _further(several: Several) -> list[Block]:
+    """Return the scores of the runs' best weights on further data."""
+    rows: list[Row] = []
+    for group, summary in several.groups.items():
+        file = str(Path(group) / SUMMARY)
+        for number, result in enumerate(summary.further):
+            for arm in result.arms:
+                at = ("further", number, "arms", arm)
+                rows.append((
+                    plain(str(Path(group) / result.comparison)), plain(result.data), plain(arm),
+                    plain(result.metric), several.records.cell(file, *at, "summary",
+                                                               format="summary"),
+                    several.records.cell(file, *at, "gap", format="effect"),
+                    several.records.cell(file, "further", number, "n", format="count"),
+                    several.records.cell(file, "further", number, "caution", format="text"),
+                ))  # fmt: skip
+    if not rows:
+        return []
+    head = ("comparison", "data", "arm", "metric", "mean", "against the baseline", "examples",
+            "caution")  # fmt: skip
+    note = (
+        "The best weights of each run on further data. In each comparison, the intervals of all "
+        "these data and arms hold simultaneously. No verdict follows."
+    )
+    return [Table("further", "Results on further data", head, tuple(rows), note)]
+
+
+def _list(several: Several) -> list[Block]:
+    """Return every comparison with its state."""
+    rows: list[Row] = []
+    for member in several.members:
+        link = Cell(plain(member.name), link=f"{member.name}/{_PAGE}")
+        if member.evidence is None:
+            rows.append((link, Cell(plain(member.problem), alarm=True), NONE, NONE, NONE))
+            continue
+        bad = any(not run.finished for arm in member.evidence.arms.values() for run in arm.runs)
+        rows.append((
+            link, "finished",
+            several.cell(member, "plan", "seeds", format="length"),
+            several.cell(member, "arms", format="finished of all arms", alarm=bad),
+            several.cell(member, "made", "ended", format="text"),
+        ))  # fmt: skip
+    begun = {(member.group, Path(member.name).name) for member in several.members}
+    rows += [
+        (plain(str(Path(group) / entry.name)), entry.status, NONE, NONE, NONE)
+        for group, summary in several.groups.items()
+        for entry in summary.comparisons
+        if (group, entry.name) not in begun
+    ]
+    head = ("comparison", "state", "seeds", "runs that finished", "ended")
+    return [Table("comparisons", "State of every comparison", head, tuple(rows))]
+
+
+SECTIONS = (
+    ("verdicts", "Data sets and treatments", _verdicts),
+    ("means", "Means over the comparisons", _means),
+    ("models", "BERT against GPT", _models),
+    ("tasks", "Classification against generation", _tasks),
+    ("reported", "What the sources reported", _reported),
+    ("answers", "Questions", _answers),
+    ("times", "Step times", _times),
+    ("further", "Further data", _further),
+    ("comparisons", "Comparisons", _list),
+)

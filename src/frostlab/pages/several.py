@@ -1,0 +1,130 @@
+"""The comparisons and groups inside a folder, with the means over the finished ones."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from frostlab.comparison.evidence import Evidence, read_evidence
+from frostlab.errors import BadInput
+from frostlab.experiments.means import MEANS, Means, means_of, task_of
+from frostlab.experiments.summary import SUMMARY, GroupSummary, read_summary
+from frostlab.pages.compared import EVIDENCE
+from frostlab.pages.content import Cell, Records
+from frostlab.records.index import is_comparison, is_group
+
+
+@dataclass(frozen=True)
+class Member:
+    """A comparison inside the reported folder."""
+
+    name: str  # its path from the reported folder
+    evidence: Evidence | None
+    problem: str | None = None  # why there is no evidence
+    group: str | None = None  # path of its group from the reported folder; empty: the folder itself
+
+
+@dataclass(frozen=True)
+class Several:
+    """The comparisons of a folder, from which every section is made."""
+
+    folder: Path
+    members: tuple[Member, ...]
+    groups: dict[str, GroupSummary]  # summaries by the group's path from the reported folder
+    problems: tuple[str, ...]
+    records: Records
+    means: Means = field(init=False)
+
+    def __post_init__(self) -> None:
+        means = means_of({member.name: evidence for member, evidence in self.finished})
+        object.__setattr__(self, "means", means)
+        self.records.add(MEANS, means.to_dict())
+
+    @cached_property
+    def finished(self) -> list[tuple[Member, Evidence]]:
+        """The comparisons that have verdicts."""
+        return [(member, member.evidence) for member in self.members if member.evidence is not None]
+
+    @cached_property
+    def arms(self) -> tuple[str, ...]:
+        """Names of all arms but the baselines, in the order of their first comparison."""
+        return tuple(
+            dict.fromkeys(arm for _, evidence in self.finished for arm in evidence.verdicts)
+        )
+
+    def cell(
+        self, member: Member, *keys: str | int, format: str = "number", alarm: bool = False
+    ) -> Cell:
+        """Return the cell of a value in a comparison's evidence.json."""
+        return self.records.cell(f"{member.name}/{EVIDENCE}", *keys, format=format, alarm=alarm)
+
+
+# What a folder holds
+
+
+def is_several(folder: Path) -> bool:
+    """Return whether a folder holds a group, comparisons or groups of them."""
+    return is_group(folder) or any(
+        is_comparison(path) or is_group(path) for path in _folders(folder)
+    )
+
+
+def sources(folder: Path) -> tuple[str, ...]:
+    """Return the paths of the records that the report of a folder is made from."""
+    names = [f"{name}/{EVIDENCE}" for name, _ in _comparisons(folder)]
+    groups = [group for group in _groups(folder) if (folder / group / SUMMARY).exists()]
+    return tuple(sorted([*names, *(str(Path(group) / SUMMARY) for group in groups)]))
+
+
+def reported_folders(folder: Path) -> list[Path]:
+    """Return the folders of comparisons and groups inside that have reports of their own.
+
+    Links are left out, because nothing is written outside the folder.
+    """
+    names = [name for name, _ in _comparisons(folder)] + [name for name in _groups(folder) if name]
+    paths = [folder / name for name in names]
+    return [path for path in paths if not path.is_symlink() and not path.parent.is_symlink()]
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
+    except OSError as error:
+        raise BadInput(f"{folder} cannot be read ({error.strerror})") from None
+
+
+def _groups(folder: Path) -> list[str]:
+    """Return the paths of a folder's groups from this folder; empty for the folder itself."""
+    if is_group(folder):
+        return [""]
+    return [path.name for path in _folders(folder) if is_group(path)]
+
+
+def _comparisons(folder: Path) -> list[tuple[str, str | None]]:
+    """Return each comparison's path from a folder, and the path of its group."""
+    comparisons: list[tuple[str, str | None]] = []
+    if not is_group(folder):
+        comparisons += [(path.name, None) for path in _folders(folder) if is_comparison(path)]
+    for group in _groups(folder):
+        inside = [path for path in _folders(folder / group) if is_comparison(path)]
+        comparisons += [(path.relative_to(folder).as_posix(), group) for path in inside]
+    return comparisons
+
+
+def read_several(folder: Path) -> Several:
+    members = []
+    for name, group in _comparisons(folder):
+        try:
+            evidence = read_evidence(folder / name / EVIDENCE)
+            if evidence is not None:
+                task_of(evidence)  # refuses a recipe whose data are not known here
+            problem = "not finished" if evidence is None else None
+        except BadInput as error:
+            evidence, problem = None, f"cannot be read: {error}"
+        members.append(Member(name, evidence, problem, group))
+    groups, problems = {}, []
+    for group in _groups(folder):
+        try:
+            groups[group] = read_summary(folder / group)
+        except BadInput as error:
+            problems.append(str(error))
+    return Several(folder, tuple(members), groups, tuple(problems), Records(folder))
