@@ -14,7 +14,7 @@ from frostlab.pages.content import FORMATS, resolve
 _HIDDEN = {"svg", "script", "style", "code", "pre", "title"}  # not read as prose
 _VOID = {"br", "col", "hr", "img", "input", "link", "meta", "wbr"}
 # Numbers of the method, not of the records.
-METHOD = re.compile(r"\b(95 %|[12] in 10|[28] of 10)(?!\w)")
+METHOD = re.compile(r"\b(95 %|[12] in 10|[28] of 10|the ratio 1|fewer than 5 pairs)(?!\w)")
 _NAME = re.compile(
     r"[^\W\d_][\w.@=-]*"
 )  # a name such as macro_f1 or GPT-2, which begins in letters
@@ -53,11 +53,9 @@ class Walk(HTMLParser):
             self._cell = None
 
     def handle_data(self, data: str) -> None:
-        if any(tag in _HIDDEN for tag, _ in self._open):
-            return
         if self._cell is not None:
             self._text += data
-        elif data.strip():
+        elif data.strip() and not any(tag in _HIDDEN for tag, _ in self._open):
             self.words.append(data.strip())
 
 
