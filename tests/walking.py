@@ -15,7 +15,9 @@ from frostlab.pages.content import FORMATS, resolve
 _HIDDEN = {"svg", "script", "style", "code", "pre", "title"}  # not read as prose
 _VOID = {"br", "col", "hr", "img", "input", "link", "meta", "wbr"}
 # Numbers of the method, not of the records.
-METHOD = re.compile(r"\b(95 %|80 %|100 %|[12] in 10|[28] of 10)(?!\w)")
+METHOD = re.compile(
+    r"\b(95 %|80 %|100 %|[12] in 10|[28] of 10|the ratio 1|fewer than 5 pairs)(?!\w)"
+)
 _NAME = re.compile(
     r"[^\W\d_][\w.@=-]*"
 )  # a name such as macro_f1 or GPT-2, which begins in letters

@@ -136,7 +136,6 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
         "reached": lambda value: f"{value['reached']} of {value['runs']}",
         "share": lambda value: _with_interval(value, "share", "{:.1%}"),
         "gap": lambda value: _with_interval(value, "gap", "{}"),
-        "gap in seconds": lambda value: _with_interval(value, "gap", "{:+.4g} s"),
         "saved": lambda value: _with_interval(value, "saved", "{}"),
         "tuned value": lambda value: _with_interval(value, "mean", "{:.4g}"),
         "margin": lambda value: _rules(value).margin_text(),  # of evidence.json as a whole
