@@ -1,6 +1,5 @@
 """A walk over a report's page that checks every number against the record that it links to."""
 
-import json
 import re
 from collections.abc import Iterable
 from html.parser import HTMLParser
@@ -10,7 +9,7 @@ from urllib.parse import unquote
 
 from frostlab.comparison.verdict import MEANINGS
 from frostlab.errors import BadInput
-from frostlab.pages.content import FORMATS, resolve
+from frostlab.pages.content import FORMATS, read_record, resolve
 
 _HIDDEN = {"svg", "script", "style", "code", "pre", "title"}  # not read as prose
 _VOID = {"br", "col", "hr", "img", "input", "link", "meta", "wbr"}
@@ -97,8 +96,8 @@ def _wrong(page: Path, cell: dict[str, str | None], text: str, files: dict[str, 
         return f"{where} links to {cell.get('href')}"
     if file not in files:
         try:
-            files[file] = json.loads((page.parent / file).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            files[file] = read_record(page.parent / file)
+        except (OSError, BadInput) as error:
             return f"{where} cannot be read: {error}"
     try:
         expected = FORMATS[form](resolve(files[file], pointer))

@@ -40,6 +40,7 @@ from frostlab.comparison.runner import (
 from frostlab.comparison.tuning import Trials, chosen_trials, run_trials, trial_task
 from frostlab.data.prepare import find_path, prepare
 from frostlab.errors import BadInput, FrostlabError, require
+from frostlab.html import fragment
 from frostlab.models.stand_in import suggesting_stand_in, with_stand_ins
 from frostlab.recipe.load import watch_interval
 from frostlab.recipe.recipe import Scale
@@ -47,7 +48,7 @@ from frostlab.records.folder import RunRecord
 from frostlab.records.manifest import write_manifest
 from frostlab.records.schema import read
 from frostlab.storage import check_name, write_whole
-from frostlab.text import plain
+from frostlab.text import NONE, plain
 from frostlab.training.progress import choose_screen
 from frostlab.training.stages import total_steps
 
@@ -68,6 +69,29 @@ class Comparison:
         except (OSError, FrostlabError):
             verdicts = ["no verdicts yet"]
         return plain(f"Comparison({self.folder}: {', '.join(verdicts)})")
+
+    def _repr_html_(self) -> str:
+        """Return the verdicts as HTML, which notebooks show."""
+        try:
+            evidence = self.evidence
+        except (OSError, FrostlabError):
+            return fragment(str(self.folder), "no verdicts yet")
+        metric, rows = evidence.rules.metric, []
+        for name, arm in evidence.arms.items():
+            verdict = evidence.verdicts.get(name)
+            paired = verdict and verdict.paired
+            rows.append((
+                name,
+                str(arm.metrics[metric]) if metric in arm.metrics else NONE,
+                str(paired) if paired else NONE if verdict else "",
+                verdict.word if verdict else "the baseline",
+            ))  # fmt: skip
+        head = ("arm", metric, f"against {evidence.baseline}", "verdict")
+        notes = [f"{name}: {note}" for name, verdict in evidence.verdicts.items()
+                 for note in verdict.notes]  # fmt: skip
+        caution = [evidence.caution] if evidence.caution else []
+        return fragment(str(self.folder), evidence.plan.about or "", head, rows,
+                        [*caution, *notes])  # fmt: skip
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder))  # a str is accepted too

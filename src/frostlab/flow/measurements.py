@@ -160,6 +160,12 @@ class Flow:
         about = f"{self.model}, {self.optimizer}, {count}: {sentence_of(self)}"
         return plain(f"{type(self).__name__}({about})")
 
+    def _repr_html_(self) -> str:
+        """Return the heat maps as HTML, which notebooks show; a table if altair is missing."""
+        from frostlab.flow.show import as_html
+
+        return as_html(self)
+
     @property
     def reports(self) -> list[Report]:
         """The reports so far, in the order of their steps."""

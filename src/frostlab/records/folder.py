@@ -364,6 +364,12 @@ class RunRecord:
         about = ", ".join([status or "not finished", *shown[:3], *([caution] if caution else [])])
         return f"{type(self).__name__}({plain(str(self.folder))}: {about})"
 
+    def _repr_html_(self) -> str:
+        """Return the result as HTML, which notebooks show."""
+        from frostlab.records.show import as_html  # here, because it imports this module
+
+        return as_html(self)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder))  # accepts a str
 

@@ -11,7 +11,13 @@ from typing import Any
 
 from frostlab.errors import BadInput
 from frostlab.records.annotations import Annotations, read_annotations
-from frostlab.records.folder import RunRecord, effective, read_environment, scores_lines
+from frostlab.records.folder import (
+    RunRecord,
+    effective,
+    finished_status,
+    read_environment,
+    scores_lines,
+)
 from frostlab.records.index import EVENTS, RESULT, Summary, dotted, is_run, read_run, result_of
 from frostlab.records.query import moment_text
 from frostlab.records.schema import (
@@ -106,6 +112,27 @@ def show(folder: Path, width: int | None = None) -> str:
         for title, lines in sections.items()
         if lines
     )
+
+
+def as_html(record: RunRecord) -> str:
+    """Return a run's result as a part of a page, for notebooks."""
+    from frostlab.html import fragment  # here, because only notebooks need it
+
+    if finished_status(record.folder) is None:
+        return fragment(str(record.folder), "not finished")
+    result = record.result
+    best, parameters = result.best, result.parameters
+    rows = [(name, number(value)) for name, value in record.metrics.items()]
+    if best.value is not None:
+        where = f"at step {best.step:,} of {result.steps:,}"
+        rows.append((f"best {best.metric}, on tune", f"{number(best.value)} {where}"))
+    rows += [
+        ("training time", hms(result.clocks.total_seconds)),
+        ("trainable parameters", f"{parameters.trainable:,} of {parameters.total:,}"),
+    ]
+    about = f"{result.name}, treatment {result.treatment}, seed {result.seed}: {result.status}"
+    alarms = [line for line in (result.error, result.caution) if line]
+    return fragment(str(record.folder), about, rows=rows, alarms=alarms)
 
 
 def _wrapped(line: str, width: int | None) -> list[str]:

@@ -35,6 +35,17 @@ class Anatomy:
         learns = f"{self.count('trainable'):,} of {self.count():,} parameters trainable"
         return f"Anatomy({self.model}: {counts}, {learns})"
 
+    def _repr_html_(self) -> str:
+        """Return the table as HTML, which notebooks show."""
+        from frostlab.html import fragment  # here, because only notebooks need it
+
+        total = self.count()
+        shares = [f"{self.count(state):,} {state}" for state in ("trainable", "frozen", "fixed")
+                  if self.count(state)]  # fmt: skip
+        rows = [(title, *row) for title, rows in _blocks(self) for row in rows]
+        about = f"{total:,} parameters: {', '.join(shares)}"
+        return fragment(self.model, about, ("where", *_HEADER), rows)
+
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
         """The layers of every stack, in order; layers that share weights list the same parts."""
@@ -106,13 +117,7 @@ _RIGHT = (4,)  # columns of numbers
 
 def _as_text(anatomy: Anatomy, width: int | None) -> str:
     """Return the table: parts outside the layers, then the layers, then the totals."""
-    blocks: list[tuple[str, list[tuple[str, ...]]]] = []
-    outside = [part for part in anatomy.parts if not part.layers]
-    if outside:
-        blocks.append(("outside the layers", [_row(part, part.name) for part in outside]))
-    for _, layers in groupby(anatomy.layers, key=lambda layer: layer.stack):
-        for alike in _runs_of_equal_layers(list(layers)):
-            blocks.append((_title(alike), [_row(p, _local_name(p)) for p in alike[0].parts]))
+    blocks = _blocks(anatomy)
     table = [_HEADER, *(row for _, rows in blocks for row in rows)]
     aligned = columns(table, right=_RIGHT)
     if width is not None and max(map(len, aligned)) > width - 2:
@@ -122,6 +127,18 @@ def _as_text(anatomy: Anatomy, width: int | None) -> str:
     for title, rows in blocks:
         lines += ["", title, *islice(indented, len(rows))]
     return "\n".join([*lines, "", *_totals(anatomy)])
+
+
+def _blocks(anatomy: Anatomy) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """Return titles and rows of the table: parts outside the layers, then runs of equal layers."""
+    blocks: list[tuple[str, list[tuple[str, ...]]]] = []
+    outside = [part for part in anatomy.parts if not part.layers]
+    if outside:
+        blocks.append(("outside the layers", [_row(part, part.name) for part in outside]))
+    for _, layers in groupby(anatomy.layers, key=lambda layer: layer.stack):
+        for alike in _runs_of_equal_layers(list(layers)):
+            blocks.append((_title(alike), [_row(p, _local_name(p)) for p in alike[0].parts]))
+    return blocks
 
 
 def _narrow(table: Sequence[Sequence[str]], width: int) -> list[str]:

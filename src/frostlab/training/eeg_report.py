@@ -71,8 +71,9 @@ def measure_recordings(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Score whole recordings of every reported split; return metrics and a summary.
 
-    Decoded envelopes and scores are written to decoded.npz and scores.json. `window_metrics`
-    holds the loss and the mean Pearson's r of single windows; the metrics include both.
+    The decoded envelopes, those of the heard speech, and the scores are written to decoded.npz,
+    heard.npz and scores.json. `window_metrics` holds the loss and the mean Pearson's r of single
+    windows; the metrics include both.
     """
     ridge, decoded, model = baseline_scores(signals), {}, {}
     for split in reported(signals):
@@ -88,7 +89,13 @@ def measure_recordings(
             for by_name in decoded.values()
             for name, envelope in by_name.items()
         }
+        heard = {
+            recording.name: recording.envelope.astype(np.float32)
+            for split in decoded
+            for recording in signals.splits[split].recordings
+        }
         np.savez(context.folder.path / "decoded.npz", **arrays)  # type: ignore[arg-type]
+        np.savez(context.folder.path / "heard.npz", **heard)  # type: ignore[arg-type]
         text = json.dumps(scores_file(scores, signals.known, signals.caution))
         write_whole(context.folder.path / SCORES, text)
     return recording_metrics(model, ridge, window_metrics), {
