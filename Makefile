@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: test slow portable fuzz gpu demo bench setup clean
+.PHONY: test slow portable fuzz gpu demo bench axe setup clean
 
 setup: $(VENV)/.ready
 
@@ -25,6 +25,7 @@ test: setup
 	$(BIN)/mypy
 	@command -v chromium > /dev/null || command -v google-chrome > /dev/null || \
 		echo "no chromium here: the tests that open pages are skipped"
+	@test -f .axe/axe.min.js || echo "no axe-core here: the tests of accessibility are skipped (make axe)"
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not gpu"
 
 slow: setup
@@ -32,6 +33,13 @@ slow: setup
 
 portable: setup
 	$(BIN)/python tests/portable.py
+
+axe: .axe/axe.min.js  # checks the accessibility of pages in tests; it is fetched, not kept here
+
+.axe/axe.min.js:
+	mkdir -p $(@D)
+	cd $(@D) && npm pack --silent axe-core@4.14.0 > /dev/null
+	tar -xzf $(@D)/axe-core-4.14.0.tgz -C $(@D) --strip-components=1 package/axe.min.js
 
 fuzz: setup
 	$(BIN)/python tests/fuzz/campaign.py --inputs 100000
@@ -51,4 +59,4 @@ bench: setup
 	$(BIN)/python benchmarks/data.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist
+	rm -rf $(VENV) .axe .mypy_cache .ruff_cache .pytest_cache build dist

@@ -6,8 +6,13 @@ from functools import cached_property
 from pathlib import Path
 
 from frostlab.comparison.evidence import ArmVerdict, Evidence, read_evidence
+from frostlab.comparison.oelm_json import QUESTIONS, arm_key
+from frostlab.comparison.verdict import MEANINGS
 from frostlab.errors import BadInput
-from frostlab.pages import figures
+from frostlab.pages import compared_facts as facts
+from frostlab.pages import compared_tables as tables
+from frostlab.pages import figures, record
+from frostlab.pages.compared_tables import COMPARISON, DOUBTFUL
 from frostlab.pages.content import (
     Block,
     Cell,
@@ -16,13 +21,17 @@ from frostlab.pages.content import (
     Paragraph,
     Records,
     Section,
-    Table,
     item,
     words,
 )
 from frostlab.text import NONE, plain
 
 EVIDENCE = "evidence.json"
+GAIN = (
+    "(Compares how much the best value changed from the first stage to the last, on the split "
+    "that also selects the weights.) "
+)
+_MOST_DOUBTS = 12  # on the first screen
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,29 @@ class Compared:
     def others(self) -> tuple[str, ...]:
         """Names of all arms but the baseline."""
         return tuple(name for name in self.arms if name != self.evidence.baseline)
+
+    @cached_property
+    def baseline(self) -> str:
+        """Name of the baseline, to show."""
+        return plain(self.evidence.baseline)
+
+    def of_arm(self, arm: str, *keys: str | int, format: str = "number") -> Cell:
+        """Return the cell of a value of an arm in comparison.json."""
+        return self.records.cell(COMPARISON, self.key(arm), *keys, format=format)
+
+    def key(self, arm: str) -> str:
+        """Return the key of an arm in comparison.json and timing.json."""
+        return arm_key(arm, self.evidence.baseline, self.evidence.oelm)
+
+    def time_of(self, name: str) -> Paragraph:
+        """Return the verdict on the time of an arm's step; red unless it is proven."""
+        timing, confounded = self.evidence.timing, bool(self.evidence.confounds.get(name))
+        assert timing is not None
+        pieces: list[str | Cell] = [self.cell("timing", "arms", name, "sentence", format="text")]
+        if confounded:
+            pieces += [" Confounded by ", self.cell("confounds", name, format="list"), "."]
+        alarm = confounded or not timing.proven or timing.arms[name].flag is not None
+        return item(*pieces, alarm=alarm, lead=f"Time of a step, {plain(name)}:")
 
     def cell(self, *keys: str | int, format: str = "number", alarm: bool = False) -> Cell:
         """Return the cell of a value of evidence.json."""
@@ -67,6 +99,7 @@ def document(folder: Path, language: str) -> Document:
         sections=tuple(sections),
         arms=compared.arms,
         language=language,
+        record=record.of_comparison(compared),
     )
 
 
@@ -82,44 +115,95 @@ def _question(compared: Compared) -> str:
 
 
 def _first_screen(compared: Compared) -> list[Block]:
-    evidence = compared.evidence
-    blocks: list[Block] = []
-    if evidence.caution:
-        blocks.append(words("Caution: ", compared.cell("caution", format="text"), alarm=True))
-    if evidence.plan.quick:
-        blocks.append(words("A quick comparison with short runs: it shows no more than whether a "
-                            "full one is worthwhile.", alarm=True))  # fmt: skip
-    for name in compared.others:
-        blocks.append(item(
-            f"{plain(name)}: ", compared.cell("verdicts", name, "word", format="text"), ", ",
-            compared.cell("verdicts", name, "paired", format="effect"),
-        ))  # fmt: skip
-    blocks += _doubts(compared)
+    blocks: list[Block] = [*_cautions(compared), *_findings(compared), *_doubts(compared)]
     if (figure := _paired_figure(compared)) is not None:
         blocks.append(figure)
     return blocks
 
 
-def _doubts(compared: Compared) -> list[Paragraph]:
-    """Return what is confounded or unproven, to show in red."""
+def _cautions(compared: Compared) -> list[Paragraph]:
     evidence = compared.evidence
-    blocks = [
-        item(f"{plain(name)} is confounded: it also differs in ",
-             compared.cell("confounds", name, format="list"), ".", alarm=True)
-        for name, confounds in evidence.confounds.items()
-        if confounds
-    ]  # fmt: skip
-    blocks += [
-        item(f"{plain(name)}: ", compared.cell("verdicts", name, "notes", number, format="text"),
-             alarm=True)
-        for name, verdict in evidence.verdicts.items()
-        for number, _ in enumerate(verdict.notes)
-    ]  # fmt: skip
+    blocks = []
+    if evidence.caution:
+        blocks.append(words("Caution: ", compared.cell("caution", format="text"), ".", alarm=True))
+    if evidence.plan.quick:
+        blocks.append(words("A quick comparison with short runs: it shows no more than whether a "
+                            "full one is worthwhile.", alarm=True))  # fmt: skip
+    if evidence.plan.runs:
+        blocks.append(words("The runs were chosen after they had ended, so the statements hold "
+                            "only if nobody knew their results.", alarm=True))  # fmt: skip
+    return blocks
+
+
+def _findings(compared: Compared) -> list[Paragraph]:
+    """Return the verdicts on every arm but the baseline; a doubtful one is red and says why."""
+    evidence, metric = compared.evidence, plain(compared.evidence.rules.metric)
+    blocks = []
+    for name in compared.others:
+        verdict, lead = evidence.verdicts[name], f"{plain(name)}:"
+        if verdict.word in DOUBTFUL:
+            blocks.append(item(_sentence(compared, "verdicts", name), alarm=True, lead=lead))
+            continue
+        pieces: list[str | Cell] = [compared.cell("verdicts", name, "word", format="text")]
+        if verdict.paired is not None:
+            pieces += [f" on {metric}, ",
+                       compared.cell("verdicts", name, "paired", format="effect"), " over ",
+                       compared.cell("verdicts", name, "paired", "n", format="count"),
+                       " paired seeds"]  # fmt: skip
+        if verdict.word == "no difference found" and verdict.could_have_seen is not None:
+            pieces += ["; a true difference of ",
+                       compared.cell("verdicts", name, "could_have_seen"),
+                       " would be found in 8 of 10 such comparisons"]  # fmt: skip
+        blocks.append(item(*pieces, ".", lead=lead))
+    return blocks + [compared.time_of(name) for name in compared.others if evidence.timing]
+
+
+def _doubts(compared: Compared) -> list[Paragraph]:
+    """Return what is confounded, missing or unproven, to show in red."""
+    evidence, blocks = compared.evidence, []
+    for number, arm in enumerate(compared.arms):
+        if len(evidence.arms[arm].finished) < len(evidence.arms[arm].runs):
+            status = compared.records.cell(COMPARISON, "overview", number, "status", format="text")
+            blocks.append(item(f"{plain(arm)}: ", status, ".", alarm=True))
+    blocks += facts.confounds(compared)
     if evidence.timing is not None and not evidence.timing.proven:
-        blocks.append(item("The times are unproven: ",
+        blocks.append(item("The times of steps are unproven: ",
                            compared.cell("timing", "reasons", format="list"), ".",
                            alarm=True))  # fmt: skip
+    if evidence.assay is not None and not evidence.assay.found:
+        blocks.append(_assay(compared))
+    if evidence.rules.risk > evidence.rules.alpha + 1e-12:
+        blocks.append(item("Looked at too often: ", compared.cell(format="looks"), ".", alarm=True))
+    blocks += facts.refused_pairs(compared)
+    blocks += _notes(compared, only_doubts=True)
+    if len(blocks) > _MOST_DOUBTS:
+        more = item("Further doubts are listed under Verdicts and under What differs.", alarm=True)
+        blocks = [*blocks[:_MOST_DOUBTS], more]
     return blocks
+
+
+def _notes(compared: Compared, only_doubts: bool) -> list[Paragraph]:
+    """Return the notes of all verdicts, each once; those that cast doubt are red."""
+    blocks, seen = [], set()
+    for name, verdict in compared.evidence.verdicts.items():
+        for number, note in enumerate(verdict.notes):
+            doubt = _is_doubt(note)
+            if note in seen or (only_doubts and not doubt):
+                continue
+            about_run = note.startswith(tuple(f"{arm}, seed " for arm in compared.arms))
+            if about_run:  # the note names its own arm, and may belong to several verdicts
+                seen.add(note)
+            blocks.append(item(
+                compared.cell("verdicts", name, "notes", number, format="text"), ".", alarm=doubt,
+                lead="" if about_run else f"{plain(name)}:",
+            ))  # fmt: skip
+    return blocks
+
+
+def _is_doubt(note: str) -> bool:
+    if note.startswith("for other test examples"):
+        return "is not shown" in note
+    return not note.startswith("look ")
 
 
 def _paired_figure(compared: Compared) -> Figure | None:
@@ -174,23 +258,220 @@ def _effect_row(verdict: ArmVerdict, ratio: bool) -> dict[str, float | str | Non
 # Sections
 
 
-def _performance(compared: Compared) -> list[Block]:
-    evidence, metric = compared.evidence, compared.evidence.rules.metric
-    rows = []
-    for name in compared.arms:
-        verdict = name in evidence.verdicts
-        rows.append((
-            plain(name),
-            compared.cell("arms", name, "metrics", metric, format="summary"),
-            compared.cell("verdicts", name, "paired", format="effect") if verdict else "",
-            compared.cell("arms", name, "metrics", "loss", format="summary"),
-            compared.cell("arms", name, "parameters", format="trainable share"),
-            compared.cell("verdicts", name, "word", format="text") if verdict else "the baseline",
-        ))  # fmt: skip
-    head = ("arm", metric, "against the baseline", "loss", "trainable", "verdict")
-    return [Table("performance", "Performance", head, tuple(rows))]
+def _sentence(compared: Compared, *keys: str | int) -> Cell:
+    """Return the sentence of a verdict."""
+    return compared.cell(*keys, "sentence", format="text")
+
+
+def _arms(compared: Compared) -> list[Block]:
+    """Describe each arm, and show all of them in the overview table."""
+    blocks: list[Block] = []
+    for number, arm in enumerate(compared.evidence.plan.arms):
+        pieces: list[str | Cell] = [
+            "(the baseline) " * (arm.name == compared.evidence.baseline),
+            compared.cell("arms", arm.name, "does", format="text"),
+        ]
+        for key in arm.set:
+            value = compared.cell("plan", "arms", number, "set", key, format="json")
+            pieces += [f"; {plain(key)} ", value]
+        blocks.append(item(*pieces, ".", lead=f"{plain(arm.name)}:"))
+    return [*blocks, *tables.overview(compared)]
+
+
+def _verdicts(compared: Compared) -> list[Block]:
+    """Return every verdict in a full sentence, and the tests of the comparison itself."""
+    evidence = compared.evidence
+    blocks: list[Block] = [
+        item(_sentence(compared, "verdicts", name), alarm=verdict.word in DOUBTFUL,
+             lead=f"{plain(name)}:")
+        for name, verdict in evidence.verdicts.items()
+    ]  # fmt: skip
+    blocks += _notes(compared, only_doubts=False)
+    if evidence.timing is not None:
+        blocks += [compared.time_of(name) for name in compared.others]
+    if evidence.repeat is not None:
+        blocks.append(_repeat(compared))
+    if evidence.assay is not None:
+        blocks.append(_assay(compared))
+    blocks.append(_false_alarms(compared))
+    if evidence.rules.history() is not None:
+        blocks.append(item("This is ", compared.cell(format="looks"), ".",
+                           alarm=evidence.rules.risk > evidence.rules.alpha + 1e-12))  # fmt: skip
+    blocks += [_earlier_look(compared, number) for number, _ in enumerate(evidence.earlier_looks)]
+    used = {verdict.word for verdict in evidence.verdicts.values()}
+    blocks += [words(f"“{word}” means: {text}.") for word, text in MEANINGS.items() if word in used]
+    return [*blocks, *tables.beside_verdicts(compared)]
+
+
+def _repeat(compared: Compared) -> Paragraph:
+    """Describe the run that was trained twice, which shows the noise of the device."""
+    repeat, metric = compared.evidence.repeat, compared.evidence.rules.metric
+    assert repeat is not None
+    seed = compared.cell("repeat", "seed", format="count")
+    values = repeat.metrics.get(metric, (None, None))
+    if None in values:
+        return item(f"The run of {compared.baseline} with seed ", seed, ", trained a second time: ",
+                    compared.cell("repeat", "status", format="text"), ".", alarm=True)  # fmt: skip
+    first, second = (compared.cell("repeat", "metrics", metric, number, format="exact")
+                     for number in (0, 1))  # fmt: skip
+    weights = "the same weights" if repeat.same_weights else "other weights"
+    return item(f"The same run twice ({compared.baseline}, seed ", seed, f"): {plain(metric)} ",
+                first, " and ", second, f", {weights}. Any difference is the noise of the device "
+                "and the evaluation.")  # fmt: skip
+
+
+def _assay(compared: Compared) -> Paragraph:
+    """Describe the test of the comparison itself: a harm was planted, which it must find."""
+    assay = compared.evidence.assay
+    assert assay is not None
+    missed = "was not found, so this comparison cannot see a harm of that size"
+    known = {"worse": "was found", "better": "is no harm here, so it tests nothing"}
+    outcome = known.get(assay.verdict.word, missed)
+    return item("The planted harm, a baseline trained for ",
+                compared.cell("assay", "steps", format="count"), " of ",
+                compared.cell("assay", "of", format="count"), f" steps, {outcome}: ",
+                _sentence(compared, "assay", "verdict"), alarm=not assay.found)  # fmt: skip
+
+
+def _false_alarms(compared: Compared) -> Paragraph:
+    """Say how often such a comparison finds a difference though there is none."""
+    rules, first = compared.evidence.rules, compared.others[0]
+    pieces: list[str | Cell] = [
+        f"Statements about {plain(rules.metric)}: ",
+        compared.cell("verdicts", first, "family", format="count"),
+        ". If no arm differed, at most ", compared.cell(format="level"),
+        " of such comparisons would call any arm better or worse",
+    ]  # fmt: skip
+    if rules.timed:
+        pieces += [", and ", compared.cell(format="time level"), " any arm faster or slower"]
+    return item(*pieces, ".")
+
+
+def _earlier_look(compared: Compared, number: int) -> Paragraph:
+    return item("An earlier look: ", compared.cell("earlier_looks", number, "at", format="day"),
+                ", ", compared.cell("earlier_looks", number, "metric", format="text"), ", ",
+                compared.cell("earlier_looks", number, "seeds", format="count"), " seeds, in ",
+                compared.cell("earlier_looks", number, "folder", format="text"), ".")  # fmt: skip
+
+
+def _questions(compared: Compared) -> list[Block]:
+    """Answer the plan's questions; without them, and with an OELM arm, the five of that study."""
+    evidence = compared.evidence
+    blocks: list[Block] = []
+    for number, answer in enumerate(evidence.contrasts):
+        pieces: list[str | Cell] = [
+            GAIN if answer.of == "gain" else "",
+            _sentence(compared, "contrasts", number, "verdict"),
+            *_note_pieces(compared, answer.verdict, "contrasts", number, "verdict"),
+        ]
+        question = compared.cell("contrasts", number, "question", format="text")
+        alarm = answer.verdict.word in DOUBTFUL
+        blocks.append(item(*pieces, alarm=alarm, lead=question))
+    if blocks or evidence.oelm is None:
+        return blocks
+    texts: tuple[list[str | Cell], ...] = (
+        [_sentence(compared, "verdicts", evidence.oelm)],
+        _saving(compared, evidence.oelm),
+        _speed(compared, evidence.oelm),
+        _orthogonality(compared),
+        ["One comparison cannot answer this: its recipe has the model ",
+         compared.records.cell(COMPARISON, "model", format="text"),
+         "; run it with the other model too."],
+    )  # fmt: skip
+    about = words(f"The questions are about {plain(evidence.oelm)}: ",
+                  compared.cell("arms", evidence.oelm, "does", format="text"), ".")  # fmt: skip
+    return [about, *(item(*pieces, lead=question)
+                     for question, pieces in zip(QUESTIONS, texts, strict=True))]  # fmt: skip
+
+
+def _note_pieces(compared: Compared, verdict: ArmVerdict, *keys: str | int) -> list[str | Cell]:
+    pieces: list[str | Cell] = []
+    for number, _ in enumerate(verdict.notes):
+        pieces += [" Note: ", compared.cell(*keys, "notes", number, format="text"), "."]
+    return pieces
+
+
+def _saving(compared: Compared, arm: str) -> list[str | Cell]:
+    """Say how many parameters an arm saves, and what that costs."""
+    evidence = compared.evidence
+    counts = evidence.arms[arm].parameters
+    base_counts = evidence.arms[evidence.baseline].parameters
+    if counts is None or base_counts is None:
+        return ["Not known: an arm has no finished run."]
+    if counts.trainable >= base_counts.trainable:
+        return [f"{plain(arm)} trains as many parameters as the baseline, or more: there is no "
+                "saving."]  # fmt: skip
+    return [
+        f"{plain(arm)} trains ",
+        compared.of_arm(arm, "vs_baseline", "params_saved", format="text"), " fewer parameters (",
+        compared.cell("arms", arm, "parameters", "trainable", format="count"), " of ",
+        compared.cell("arms", evidence.baseline, "parameters", "trainable", format="count"),
+        "), and needs that much less memory for gradients and Adam's moments; ",
+        *_cost(compared, arm), ".",
+    ]  # fmt: skip
+
+
+def _cost(compared: Compared, arm: str) -> list[str | Cell]:
+    """Say what the saved parameters cost, as far as the interval shows it."""
+    verdict = compared.evidence.verdicts[arm]
+    margin, limit = verdict.margin, compared.cell(format="margin")
+    if verdict.word == "better":
+        return ["it is also better, so no cost was found"]
+    if verdict.word == "worse":
+        small = margin is not None and margin.answer == "yes"
+        within: list[str | Cell] = [", but at most ", limit] if small else []
+        return ["the saving costs performance", *within, ": see the gap"]
+    if verdict.word != "no difference found" or margin is None:
+        return [f"the cost is not known ({verdict.word})"]
+    if margin.answer == "yes":
+        return ["a cost above ", limit, " is excluded"]
+    if margin.largest is None:
+        return ["no cost is excluded"]
+    ratio = compared.evidence.rules.log
+    largest = compared.cell("verdicts", arm, "margin", "largest",
+                            format="factor" if ratio else "short number")  # fmt: skip
+    return ["a cost of up to ", largest, " is not excluded (margin: ", limit, ")"]
+
+
+def _speed(compared: Compared, arm: str) -> list[str | Cell]:
+    if compared.evidence.timing is None:
+        return ["Not known: steps were not timed."]
+    return [compared.cell("timing", "arms", arm, "sentence", format="text")]
+
+
+def _orthogonality(compared: Compared) -> list[str | Cell]:
+    verdict = compared.evidence.orthogonality
+    if verdict is None:
+        return ["Not asked: it needs two arms that freeze query and key, one with orthogonal "
+                "weights (treatment oelm) and one with random weights (oelm-random-matched or "
+                "oelm-random)."]  # fmt: skip
+    scale = (
+        " This isolates orthogonality, at an equal norm of every head."
+        if compared.evidence.equal_norms
+        else " This compares orthogonality and scale together: the heads of "
+        f"{plain(verdict.baseline)} may also have other norms. With the treatments oelm and "
+        "oelm-random-matched, every head has the same norm in both arms."
+    )
+    return [_sentence(compared, "orthogonality"),
+            *_note_pieces(compared, verdict, "orthogonality"), scale]  # fmt: skip
 
 
 SECTIONS: tuple[tuple[str, str, Callable[[Compared], list[Block]]], ...] = (
-    ("performance", "Performance", _performance),
+    ("verdicts", "Verdicts", _verdicts),
+    ("questions", "The questions", _questions),
+    ("arms", "The arms", _arms),
+    ("performance", "Performance", tables.performance),
+    ("time", "Time", tables.times),
+    ("convergence", "Convergence", tables.convergence),
+    ("tuning", "Tuning", tables.tuning),
+    ("stages", "Stages", tables.stages),
+    ("subjects", "Subjects", tables.subjects),
+    ("gradients", "Gradient flow", tables.gradients),
+    ("differences", "What differs between the arms", facts.differences),
+    ("data", "Data", facts.data),
+    ("environment", "Environment", facts.environment),
+    ("rules", "The rules fixed beforehand", facts.rules),
+    ("runs", "Every run", facts.runs),
+    ("notes", "Notes and tags", facts.notes),
+    ("methods", "Methods", facts.methods),
 )

@@ -5,19 +5,27 @@ folder, a pointer into it (RFC 6901, such as `/verdicts/oelm/paired`) and the na
 which it is shown. So anyone can look it up, and a test can check every number of a page.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from frostlab.comparison.evidence import Effect, Summary, interval_text
+from frostlab.comparison.plan import Rules
 from frostlab.errors import BadInput
 from frostlab.storage import read_json
 from frostlab.text import NONE, hms, number, plain
 
 _MEBIBYTE = 2**20
+_SMALLEST = 0.0001  # probability that is shown as a number
+_WORDS = frozenset({  # formats of texts; all others show numbers
+    "text", "json", "list", "file name", "looks", "short digest",
+    "verdict", "verdict counts",
+})  # fmt: skip
 
 
 def _or_none(show: Callable[[Any], str]) -> Callable[[Any], str]:
@@ -41,35 +49,107 @@ def _finished_runs(arms: dict[str, Any]) -> str:
     return f"{sum(finished):,} of {len(finished):,}"
 
 
+def _with_interval(values: dict[str, Any], key: str, form: str) -> str:
+    """Show a value with its interval; one without ends has none."""
+    if values[key] is None:
+        return NONE
+    low, high = values["low"], values["high"]
+    if low is None and high is None:
+        return form.format(values[key])
+    lower = "−∞" if low is None else form.format(low)
+    upper = "∞" if high is None else form.format(high)
+    return f"{form.format(values[key])} [{lower}, {upper}]"
+
+
+def _rules(evidence: dict[str, Any]) -> Rules:
+    """Return the rules of the values of evidence.json, as `Evidence.rules` does."""
+    spent = sum(look["spent"] for look in evidence["earlier_looks"])
+    return Rules(**evidence["plan"]["rules"] | {"look": evidence["look"], "spent": spent})
+
+
+def _adjusted_p(verdict: dict[str, Any]) -> str:
+    """Show p times the number of statements, at most 1."""
+    p = (verdict["paired"] or {}).get("p")
+    return NONE if p is None else _probability(min(1.0, verdict["family"] * p))
+
+
+def _probability(value: float) -> str:
+    return number(value) if value >= _SMALLEST else f"< {_SMALLEST}"
+
+
+def _bytes(value: float) -> str:
+    """Show a number of bytes in the unit that suits it."""
+    unit, size = ("KiB", 2**10) if value < _MEBIBYTE else ("MiB", _MEBIBYTE)
+    return f"{value / size:,.0f} {unit}"
+
+
+def _clipped(runs: list[dict[str, Any]]) -> str:
+    """Show the mean share of clipped steps of the finished runs."""
+    shares = [run["clipped_steps"] / run["steps"] for run in runs
+              if run["status"] == "finished" and run["clipped_steps"] is not None
+              and run["steps"]]  # fmt: skip
+    return f"{fmean(shares):.1%}" if shares else NONE
+
+
 FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a record into text
     name: _or_none(show)
-    for name, show in {
+    for name, show in dict[str, Callable[[Any], str]]({
         "text": lambda value: plain(str(value)),
+        "json": lambda value: plain(value),
         "number": number,
+        "probability": _probability,
+        "short number": lambda value: f"{value:.3g}",
+        "exact": lambda value: f"{value:.6g}",
+        "factor": lambda value: f"{value:.4g} ×",
         "count": lambda value: f"{value:,}",
         "percent": lambda value: f"{value:.2%}",
+        "short percent": lambda value: f"{value:.1%}",
         "whole percent": lambda value: f"{value:.0f} %",  # of a value that is in percent
         "seconds": lambda value: f"{number(value)} s",
         "hms": hms,
         "ms": lambda value: f"{number(value)} ms",
         "seconds as ms": lambda value: f"{number(1000 * value)} ms",
+        "bytes": _bytes,
         "MiB": lambda value: f"{value / _MEBIBYTE:,.0f} MiB",
         "day": lambda value: datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d"),
+        "year": lambda value: str(value)[:4],  # of a date in ISO 8601
+        "short digest": lambda value: plain(str(value)[:16]),
+        "file name": lambda value: plain(os.path.basename(value) if os.path.isabs(value)
+                                         else value),
         "list": lambda value: ", ".join(plain(str(entry)) for entry in value) or NONE,
         "length": lambda value: f"{len(value):,}",
         # of whole objects
+        "ends": lambda value: interval_text(value[0], value[1], False),  # of a difference
+        "ends of a ratio": lambda value: interval_text(value[0], value[1], True),
+        "finished runs": lambda value: (
+            f"{sum(run['status'] == 'finished' for run in value)} of {len(value)}"
+        ),
+        "clipped steps": _clipped,
         "effect": lambda value: str(Effect(**value)),
         "interval": _interval,
         "summary": lambda value: str(Summary(**value)),
+        "summary in s": lambda value: f"{Summary(**value)} s",
+        "seconds of rounds": lambda value: f"{', '.join(map(number, value))} s",
+        "subjects better": lambda value: f"{value['better']} of {value['n']}",
         "trainable share": lambda value: f"{value['trainable'] / value['total']:.1%}",
         "verdict": _verdict,
         "verdict counts": lambda value: ", ".join(f"{n} {word}" for word, n in value.items()),
-        "finished runs": _finished_runs,
-        "step ratio": lambda value: (
-            NONE if value["ratio"] is None
-            else f"{value['ratio']:.4f} [{value['low']:.4f}, {value['high']:.4f}]"
-        ),
-    }.items()
+        "finished runs of arms": _finished_runs,
+        "adjusted p": _adjusted_p,
+        "reached": lambda value: f"{value['reached']} of {value['runs']}",
+        "share": lambda value: _with_interval(value, "share", "{:.1%}"),
+        "gap": lambda value: _with_interval(value, "gap", "{}"),
+        "gap in seconds": lambda value: _with_interval(value, "gap", "{:+.4g} s"),
+        "saved": lambda value: _with_interval(value, "saved", "{}"),
+        "tuned value": lambda value: _with_interval(value, "mean", "{:.4g}"),
+        "margin": lambda value: _rules(value).margin_text(),  # of evidence.json as a whole
+        "level": lambda value: f"{_rules(value).level:.2%}",
+        "confidence": lambda value: f"{100 * (1 - _rules(value).level):.4g} %",
+        "time level": lambda value: f"{_rules(value).time_level:.2%}",
+        "time confidence": lambda value: f"{100 * (1 - _rules(value).time_level):.4g} %",
+        "looks": lambda value: _rules(value).history() or NONE,
+        "step ratio": lambda value: _with_interval(value, "ratio", "{:.4f}"),
+    }).items()
 }  # fmt: skip
 
 
@@ -84,6 +164,11 @@ class Cell:
     alarm: bool = False  # whether it is shown in red
     link: str | None = None  # of words: another report, by its path from the reported folder
 
+    @property
+    def is_number(self) -> bool:
+        """Whether it shows a number."""
+        return self.file is not None and self.format not in _WORDS
+
 
 @dataclass(frozen=True)
 class Paragraph:
@@ -92,6 +177,7 @@ class Paragraph:
     pieces: tuple[str | Cell, ...]
     alarm: bool = False  # whether it is shown in red
     item: bool = False  # whether it is an item of a list
+    lead: str | Cell = ""  # its first words, in bold
 
 
 @dataclass(frozen=True)
@@ -103,6 +189,16 @@ class Table:
     head: tuple[str, ...]
     rows: tuple[tuple[str | Cell, ...], ...]
     note: str = ""
+
+    @property
+    def numeric(self) -> list[bool]:
+        """Whether each column holds nothing but numbers, which are aligned right."""
+        columns = ([cell for cell in column if is_filled(cell)]
+                   for column in zip(*self.rows, strict=True))  # fmt: skip
+        return [
+            bool(filled) and all(isinstance(cell, Cell) and cell.is_number for cell in filled)
+            for filled in columns
+        ]
 
 
 @dataclass(frozen=True)
@@ -117,7 +213,14 @@ class Figure:
     files: tuple[str, ...] = ()  # records that the data come from
 
 
-Block = Paragraph | Table | Figure
+@dataclass(frozen=True)
+class Listing:
+    """Text whose lines are kept as they are, such as an entry of BibTeX."""
+
+    pieces: tuple[str | Cell, ...]
+
+
+Block = Paragraph | Table | Figure | Listing
 
 
 @dataclass(frozen=True)
@@ -142,6 +245,7 @@ class Document:
     problems: tuple[str, ...] = field(default=())  # parts of the report that could not be made
     # records that are written with the report, because it has numbers that no other record holds
     records: dict[str, Any] = field(default_factory=dict)  # by file name
+    record: tuple[Section, ...] = ()  # the short record in report.md; without one, all sections
 
     def blocks(self) -> list[Block]:
         """Return all blocks in order."""
@@ -215,11 +319,16 @@ def resolve(value: Any, path: str) -> Any:
     return value
 
 
+def is_filled(cell: str | Cell) -> bool:
+    """Return whether a cell of a table shows anything."""
+    return (cell.text if isinstance(cell, Cell) else cell) not in ("", NONE)
+
+
 def words(*pieces: str | Cell, alarm: bool = False) -> Paragraph:
     """Return a paragraph of these pieces."""
     return Paragraph(pieces, alarm)
 
 
-def item(*pieces: str | Cell, alarm: bool = False) -> Paragraph:
-    """Return an item of a list of these pieces."""
-    return Paragraph(pieces, alarm, item=True)
+def item(*pieces: str | Cell, alarm: bool = False, lead: str | Cell = "") -> Paragraph:
+    """Return an item of a list of these pieces, after the words `lead` in bold."""
+    return Paragraph(pieces, alarm, item=True, lead=lead)

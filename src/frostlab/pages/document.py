@@ -18,13 +18,12 @@ from typing import Any
 
 from markupsafe import Markup
 
-from frostlab.charts import PALETTE, cleaned, require_drawing, svg, themed
+from frostlab.charts import PALETTE, cleaned, label, require_drawing, svg, themed
 from frostlab.html import environment
-from frostlab.pages.content import Block, Cell, Document, Figure, Paragraph, Table
+from frostlab.pages.content import Block, Document, Figure, Paragraph, Table
 from frostlab.storage import build_once, cache_folder
 
 _BUNDLE = "vega.js"
-_WORDS = ("text", "list", "verdict", "verdict counts")  # formats that are not aligned as numbers
 
 
 def page(document: Document) -> str:
@@ -37,7 +36,7 @@ def page(document: Document) -> str:
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     arms = [
-        {"name": arm, "colour": Markup(colour_of(number))}
+        {"name": arm, "label": label(arm), "colour": Markup(colour_of(number))}
         for number, arm in enumerate(document.arms)
     ]
     sections = [
@@ -77,17 +76,12 @@ def _blocks(blocks: Sequence[Block]) -> list[dict[str, Any]]:
 def _block(block: Block) -> dict[str, Any]:
     values = {field.name: getattr(block, field.name) for field in fields(block)}
     if isinstance(block, Table):
-        columns = zip(*block.rows, strict=True)
-        values["numeric"] = [any(map(_is_number, column)) for column in columns]
+        values["numeric"] = block.numeric
     if isinstance(block, Figure):
         spec = themed(block.chart, in_page=True)
         values["svg"] = svg(spec, block.name)
         values["spec"] = _data(cleaned(spec))
     return values | {"kind": type(block).__name__.lower()}
-
-
-def _is_number(cell: str | Cell) -> bool:
-    return isinstance(cell, Cell) and cell.format not in _WORDS
 
 
 def _data(value: Any) -> Markup:

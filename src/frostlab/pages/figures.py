@@ -35,7 +35,20 @@ def toggled(chart: Any) -> Any:
     """Return a chart that leaves out the rows of the arms that the reader switched off."""
     alt = _altair()
     hidden = alt.param(name="hidden_arms", value=[])
-    return chart.add_params(hidden).transform_filter("indexof(hidden_arms, datum.arm) < 0")
+    return _filtered(chart.copy()).add_params(hidden)
+
+
+def _filtered(chart: Any) -> Any:
+    """Filter every part of a chart, because a part with data of its own ignores the whole's."""
+    alt = _altair()
+    parts = {
+        alt.LayerChart: "layer", alt.HConcatChart: "hconcat", alt.VConcatChart: "vconcat",
+        alt.ConcatChart: "concat",
+    }.get(type(chart))  # fmt: skip
+    if parts is None:
+        return chart.transform_filter("indexof(hidden_arms, datum.arm) < 0")
+    chart[parts] = [_filtered(part.copy()) for part in chart[parts]]
+    return chart
 
 
 def paired_differences(

@@ -6,15 +6,25 @@
   const root = document.documentElement;
   const views = new Map();
   const hidden = new Set();
+  const MARGIN = 80; // pixels beside a plot for the axis and its labels
 
   function draw(figure) {
     const spec = JSON.parse(figure.querySelector("script").textContent);
     const live = figure.querySelector(".live");
-    const options = { actions: false, renderer: "svg", tooltip: { theme: "custom" } };
+    const room = figure.clientWidth;
+    // On a narrow screen the plot is drawn narrower, and its text keeps its size.
+    if (typeof spec.width === "number" && room < spec.width + MARGIN && (spec.layer || spec.mark)) {
+      Object.assign(spec, { width: room, autosize: { type: "fit-x", contains: "padding" } });
+    }
+    const options = { actions: false, renderer: "svg", tooltip: { theme: "custom" }, logLevel: 1 };
     vegaEmbed(live, spec, options).then(
       (result) => {
         views.set(figure.id, result.view);
-        figure.querySelector(".still").hidden = true;
+        // For a screen reader the drawing is one image with the figure's words.
+        live.querySelector("svg").setAttribute("aria-hidden", "true");
+        const still = figure.querySelector(".still");
+        for (const name of ["role", "aria-label"]) live.setAttribute(name, still.getAttribute(name));
+        still.hidden = true;
         live.hidden = false;
         hide(result.view);
         root.dataset.drawn = String(views.size);
@@ -31,7 +41,9 @@
 
   for (const box of document.querySelectorAll("input[name=arm]")) {
     box.addEventListener("change", () => {
-      if (box.checked) hidden.delete(box.value); else hidden.add(box.value);
+      for (const name of [box.value, box.dataset.label]) {
+        if (box.checked) hidden.delete(name); else hidden.add(name);
+      }
       for (const view of views.values()) hide(view);
     });
   }

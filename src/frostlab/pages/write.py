@@ -6,8 +6,6 @@ has the digests of the records that it was made from. It shows whether a report 
 which files may be replaced: a file that no report has written is never touched.
 """
 
-import csv
-import io
 import json
 import os
 import shutil
@@ -20,14 +18,18 @@ from typing import Any
 from frostlab import __version__
 from frostlab.charts import figure_files, require_drawing, themed
 from frostlab.errors import BadInput, FrostlabError, nearest
-from frostlab.pages import compared, many, several, unfinished
+from frostlab.experiments import collection
+from frostlab.pages import compared, unfinished
 from frostlab.pages.compared import EVIDENCE
-from frostlab.pages.content import Cell, Document, Figure, Table
+from frostlab.pages.content import Document
 from frostlab.pages.document import page
+from frostlab.pages.record import markdown
+from frostlab.pages.several import many
+from frostlab.pages.tables import table_files
 from frostlab.records.index import is_comparison, is_run
 from frostlab.storage import Lock, file_digest, read_json, remove_temporary, write_whole
 
-PAGE, LISTING = "report.html", "report.json"
+PAGE, RECORD, LISTING = "report.html", "report.md", "report.json"
 LANGUAGES = ("en", "zh", "ja")
 _SCHEMA = 1  # version of report.json
 _TEMPORARY = "report"  # part of the temporary folder's name
@@ -88,8 +90,8 @@ def _kind(folder: Path) -> tuple[Make, tuple[str, ...]]:
         return unfinished.document, ()
     if is_run(folder):
         raise BadInput(f"{folder} is a run, which has no report yet")
-    if several.is_several(folder):
-        return many.document, several.sources(folder)
+    if collection.is_several(folder):
+        return many.document, collection.sources(folder)
     runs = sorted(path for path in folder.iterdir() if is_run(path))
     if runs:
         raise BadInput(f"{folder} holds single runs; report one of them, such as {runs[0]}")
@@ -99,7 +101,7 @@ def _kind(folder: Path) -> tuple[Make, tuple[str, ...]]:
 def _report_members(folder: Path, language: str) -> list[str]:
     """Write the reports inside a folder that are missing or out of date; return the problems."""
     problems = []
-    for path in several.reported_folders(folder):
+    for path in collection.reported_folders(folder):
         try:
             if not is_current(path, language):
                 report(path, language)
@@ -117,41 +119,15 @@ def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 def _files(document: Document) -> dict[str, bytes]:
     """Return the content of every file of a report, by its path in the folder."""
-    files = {PAGE: page(document).encode()}
+    files = {PAGE: page(document).encode(), RECORD: markdown(document).encode()}
     for figure in document.figures:
         for ending, data in figure_files(themed(figure.chart, in_page=False)).items():
             files[f"figures/{figure.name}.{ending}"] = data
-    for name, data in _table_files(document).items():
+    for name, data in table_files(document).items():
         files[f"tables/{name}"] = data
     for name, value in document.records.items():
         files[name] = (json.dumps(value, indent=1) + "\n").encode()
     return files
-
-
-def _table_files(document: Document) -> dict[str, bytes]:
-    files: dict[str, bytes] = {}
-    for figure in document.figures:
-        files[f"{figure.name}.csv"] = _figure_csv(figure)
-    for table in document.tables:
-        files[f"{table.name}.csv"] = _table_csv(table)
-    return files
-
-
-def _figure_csv(figure: Figure) -> bytes:
-    head = list(dict.fromkeys(key for row in figure.rows for key in row))
-    rows = [[row.get(key, "") for key in head] for row in figure.rows]
-    return _csv([head, *rows])
-
-
-def _table_csv(table: Table) -> bytes:
-    rows = [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in table.rows]
-    return _csv([list(table.head), *rows])
-
-
-def _csv(rows: Iterable[Sequence[object]]) -> bytes:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue().encode()
 
 
 # The exchange of an earlier report for a new one

@@ -1,0 +1,449 @@
+"""The tables of what a comparison measured: performance, time, convergence, tuning and others."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from frostlab.comparison.evidence import CONVERGED, QUANTITIES
+from frostlab.comparison.measures.overview import HEAD
+from frostlab.pages.content import Block, Cell, Table, is_filled, words
+from frostlab.text import plain
+
+if TYPE_CHECKING:
+    from frostlab.pages.compared import Compared
+
+Row = Sequence[str | Cell]
+COMPARISON, TIMING = "comparison.json", "timing.json"
+DOUBTFUL = ("confounded", "unproven", "too few seeds", "did not finish")  # words, shown in red
+_BEST = {"accuracy": "best_accuracy", "perplexity": "best_ppl"}  # keys in comparison.json
+_FLOW = {  # title of each gradient-flow quantity
+    "front_ratio": "front/output gradient",
+    "weight_change": "front weight change",
+    "update": "front update/weight",
+}
+_SEGMENTS = {
+    "seen": "subjects trained on",
+    "unseen": "subjects not trained on",
+    "score": "score",
+}
+
+
+def table(name: str, title: str, head: Row, rows: Iterable[Row], note: str = "") -> Table:
+    """Return a table without the columns that are empty in every row, except the first."""
+    rows = [tuple(row) for row in rows]
+    kept = [
+        number
+        for number, _ in enumerate(head)
+        if not number or any(is_filled(row[number]) for row in rows)
+    ]
+    return Table(
+        name,
+        title,
+        tuple(str(head[number]) for number in kept),
+        tuple(tuple(row[number] for number in kept) for row in rows),
+        note,
+    )
+
+
+def arm_name(compared: "Compared", name: str) -> str | Cell:
+    """Return the name of an arm; in red, with a remark, if it is confounded."""
+    if compared.evidence.confounds.get(name):
+        return Cell(f"{plain(name)} (confounded)", alarm=True)
+    return plain(name)
+
+
+def word(compared: "Compared", name: str, *keys: str | int) -> str | Cell:
+    """Return the word of a verdict on an arm; in red if it decides nothing."""
+    if name == compared.evidence.baseline:
+        return "the baseline"
+    doubtful = compared.records.value("evidence.json", *keys, "word") in DOUBTFUL
+    return compared.cell(*keys, "word", format="text", alarm=doubtful)
+
+
+def overview(compared: "Compared") -> list[Block]:
+    """Return the overview: one row per arm, with its data, method, times, gap and status."""
+    formats = {"total_seconds": "hms", "step_seconds": "seconds as ms"}
+    keys = ("phase", "id", "data", "method", "total_seconds", "step_seconds", "gap", "status")
+    rows = [
+        [compared.records.cell(COMPARISON, "overview", number, key,
+                               format=formats.get(key, "text"),
+                               alarm=key == "status" and not _all_finished(compared, arm))
+         for key in keys]
+        for number, arm in enumerate(compared.arms)
+    ]  # fmt: skip
+    return [table("overview", "Overview", HEAD, rows,
+                  "Total is the mean of the arm's whole runs, h:mm:ss. The gap is the effect on "
+                  f"{plain(compared.evidence.rules.metric)} with its interval.")]  # fmt: skip
+
+
+def _all_finished(compared: "Compared", arm: str) -> bool:
+    own = compared.evidence.arms[arm]
+    return len(own.finished) == len(own.runs)
+
+
+def performance(compared: "Compared") -> list[Block]:
+    """Return the table of the metric that is judged, and of the further ones."""
+    metric, split = compared.evidence.rules.metric, "the split that selects the weights"
+    best = _BEST.get(metric, f"best_{metric}")
+    rows = []
+    for name in compared.arms:
+        other = name in compared.others
+        rows.append([
+            arm_name(compared, name),
+            compared.cell("arms", name, "runs", format="finished runs",
+                          alarm=not _all_finished(compared, name)),
+            compared.cell("arms", name, "metrics", metric, format="summary"),
+            compared.cell("verdicts", name, "paired", format="effect") if other else "",
+            compared.of_arm(name, "vs_baseline", "retained", format="share") if other else "",
+            word(compared, name, "verdicts", name),
+            compared.of_arm(name, "performance", "while_training", best),
+            compared.of_arm(name, "performance", "while_training", "final_loss"),
+            compared.cell("convergence", "arms", name, "spent", "steps", format="summary"),
+            compared.cell("arms", name, "parameters", format="trainable share"),
+            compared.cell("arms", name, "runs", format="clipped steps"),
+        ])  # fmt: skip
+    head = ["arm", "finished", metric, "against the baseline", "retained", "verdict",
+            "best while training", "final loss", "steps to target", "trainable",
+            "clipped"]  # fmt: skip
+    note = (
+        f"{plain(metric)}: mean ± standard deviation over the runs that finished and can be "
+        "paired, of the best weights on the reporting split. Against the baseline: the effect over "
+        "paired seeds with its interval, a ratio if it ends in ×; all intervals hold "
+        "simultaneously. Retained: the share of the baseline's value that the arm has (of "
+        "perplexity and loss the reverse), above 100 % if it is better. Best while training and "
+        f"final loss: on {split}. Clipped: the share of steps whose gradient was clipped; frozen "
+        "weights do not count in the gradient's norm."
+    )
+    blocks: list[Block] = [table("performance", "What every arm reached", head, rows, note)]
+    return blocks + _further_metrics(compared)
+
+
+def _further_metrics(compared: "Compared") -> list[Block]:
+    rows = [
+        [plain(metric), arm_name(compared, name),
+         compared.cell("arms", name, "metrics", metric, format="summary"),
+         compared.cell("secondary", metric, name, format="effect") if name in compared.others
+         else ""]
+        for metric in compared.evidence.secondary
+        for name in compared.arms
+    ]  # fmt: skip
+    if not rows:
+        return []
+    head = ["metric", "arm", "mean ± std", "against the baseline"]
+    note = "Only the metric of the rules is judged, so nothing is said about these."
+    return [table("further-metrics", "Further metrics", head, rows, note)]
+
+
+def beside_verdicts(compared: "Compared") -> list[Block]:
+    """Return further numbers about every arm but the baseline, from which no verdict follows."""
+    ends = "ends of a ratio" if compared.evidence.rules.log else "ends"
+    rows = []
+    for name in compared.others:
+        keys = ("verdicts", name)
+        rows.append([
+            arm_name(compared, name),
+            compared.cell(*keys, format="adjusted p"),
+            compared.cell(*keys, "could_have_seen"),
+            compared.cell(*keys, "improvement"),
+            compared.cell(*keys, "margin", "probability_above", format="probability"),
+            compared.cell(*keys, "anytime", format=ends),
+            compared.cell(*keys, "population", format="effect"),
+        ])  # fmt: skip
+    head = ["arm", "p", "could have been seen", "P(improvement)", "P(cost > margin)",
+            "however often one looks", "for other test examples"]  # fmt: skip
+    note = (
+        "p is multiplied by the number of statements. Could have been seen: the smallest true "
+        "difference that would be found in 8 of 10 such comparisons. P(improvement): how often a "
+        "run of the arm beats a run of the baseline, over all pairs of runs. P(cost > margin): "
+        "posterior probability under a flat prior. However often one looks: an interval that stays "
+        "valid if seeds are added until it excludes no difference. For other test examples: seeds "
+        "and test examples are both taken as samples. No verdict follows from these numbers."
+    )
+    return [table("beside-the-verdicts", "Beside the verdicts", head, rows, note)]
+
+
+def times(compared: "Compared") -> list[Block]:
+    """Return the tables of interleaved steps and of whole runs."""
+    return [*_step_times(compared), *_run_times(compared)]
+
+
+def _step_times(compared: "Compared") -> list[Block]:
+    timing = compared.evidence.timing
+    if timing is None:
+        return [words("Steps were not timed, so nothing is known about speed.")]
+    unproven, rows = not timing.proven, []
+    for name in timing.arms:
+        keys, control = ("timing", "arms", name), name not in compared.arms
+        rows.append([
+            f"{plain(name)} (A/A control)" if control else arm_name(compared, name),
+            compared.cell(*keys, "ms", format="ms"),
+            compared.cell(*keys, format="step ratio", alarm=unproven),
+            compared.cell(*keys, "ceiling"),
+            "" if control else word(compared, name, *keys),
+            compared.cell(*keys, "flag", format="text", alarm=True),
+            compared.cell(*keys, "step", format="text"),
+            compared.cell(*keys, "peak_bytes", format="bytes"),
+            compared.cell(*keys, "optimizer_bytes", format="bytes"),
+            compared.cell(*keys, "checkpoint_bytes", format="bytes"),
+        ])  # fmt: skip
+    head = ["arm", "step", "ratio to the baseline", "FLOPs allow", "verdict", "remark", "kind",
+            "peak memory", "optimizer", "trained weights"]  # fmt: skip
+    note = (
+        "Median time of a step; the arms took turns in one process. The ratio has its interval, "
+        "and those of all arms hold simultaneously. FLOPs allow: the ceiling, the smallest ratio "
+        "that the saved matmuls explain. The A/A controls are more copies of the baseline: what "
+        "they differ by is not an effect."
+    )
+    stopped = "the time was up" if timing.stopped_by == "time" else "all intervals were narrow"
+    blocks: list[Block] = [
+        table("step-times", "Time of a step, measured in turns", head, rows, note),
+        words("The arms took turns for ", compared.cell("timing", "rounds", format="count"),
+              " rounds in ", compared.cell("timing", "seconds", format="seconds"),
+              f", until {stopped}; all models were built and timed ",
+              compared.cell("timing", "builds", format="count"), " times, on ",
+              compared.cell("timing", "device", format="text"),
+              ". The control that differs most has the ratio ",
+              compared.cell("timing", "control", format="step ratio"), "."),
+    ]  # fmt: skip
+    if unproven:
+        blocks.append(words("These times are unproven: ",
+                            compared.cell("timing", "reasons", format="list"), ".",
+                            alarm=True))  # fmt: skip
+    if timing.notes:
+        blocks.append(words("Remarks: ", compared.cell("timing", "notes", format="list"), "."))
+    return blocks
+
+
+def _run_times(compared: "Compared") -> list[Block]:
+    evidence = compared.evidence
+    arms = [name for name in compared.arms if evidence.arms[name].finished]
+    if not arms:
+        return []
+    quantities: tuple[tuple[str, tuple[str, ...], str], ...] = (
+        ("total, h:mm:ss", ("total_seconds",), "hms"),
+        ("per epoch", ("per_epoch_avg",), "seconds"),
+        ("variation of epochs", ("per_epoch_cv",), "short percent"),
+        ("per step, in whole runs", ("per_step_avg",), "seconds as ms"),
+        ("per step, in turns", ("step",), "seconds as ms"),
+        ("variation of steps", ("step_cv",), "short percent"),
+        ("validation of a run", ("validation_total",), "seconds"),
+        ("one validation", ("validation_each",), "seconds"),
+        ("GPU utilisation", ("gpu_utilisation_percent",), "whole percent"),
+        ("alternating runs", ("rounds", "seconds"), "seconds of rounds"),
+        ("variation of alternating runs", ("rounds", "cv"), "short percent"),
+    )
+    rows: list[list[str | Cell]] = [[
+        "total, mean ± std",
+        *(compared.cell("arms", name, "seconds", format="summary in s") for name in arms),
+    ]]  # fmt: skip
+    for title, keys, form in quantities:
+        rows.append([title, *(_of_times(compared, name, *keys, form=form) for name in arms)])
+    gaps = (
+        ("gap of the total", "time_gap", "gap"),
+        ("time saved", "time_saved_percent", "saved"),
+        ("gap of a step, in turns", "per_step_gap", "gap"),
+    )
+    for title, key, form in gaps:
+        rows.append([title, *(_gap(compared, name, key, form) for name in arms)])
+    rows = [row for row in rows if any(map(is_filled, row[1:]))]
+    note = (
+        "Means over the finished runs; per epoch and per step leave out validation. Time saved is "
+        "(T of the baseline − T of the arm) / T of the baseline, of whole runs. Gaps have their "
+        "95 % interval, that of a step the interval of its verdict; a gap in red is unproven: "
+        "whole runs are not measured in turns and have no control. Variation is the standard "
+        "deviation divided by the mean."
+    )
+    scaled = any(
+        compared.records.value(TIMING, "timing", compared.key(name), "per_epoch_scaled")
+        for name in arms
+    )
+    if scaled:
+        note += " The runs are shorter than an epoch, so the time of an epoch is extrapolated."
+    head = ["time", *(plain(name) for name in arms)]
+    return [Table("run-times", "Time of whole runs", tuple(head), tuple(map(tuple, rows)), note)]
+
+
+def _of_times(compared: "Compared", name: str, *keys: str, form: str) -> Cell:
+    return compared.records.cell(TIMING, "timing", compared.key(name), *keys, format=form)
+
+
+def _gap(compared: "Compared", name: str, key: str, form: str) -> str | Cell:
+    """Return a gap to the baseline; in red if it is unproven or confounded."""
+    if name == compared.evidence.baseline:
+        return ""
+    keys = (COMPARISON, compared.key(name), "vs_baseline", key)
+    values = compared.records.value(*keys) or {}
+    proven = values.get("proven", values.get("verdict") != "unproven")
+    return compared.records.cell(
+        *keys, format=form, alarm=not proven or bool(values.get("confounds"))
+    )
+
+
+def convergence(compared: "Compared") -> list[Block]:
+    """Return how soon each arm reached the target."""
+    reached = compared.evidence.convergence
+    if reached is None:
+        return []
+    rows = []
+    for name in compared.arms:
+        keys = ("convergence", "arms", name)
+        cells: list[str | Cell] = [arm_name(compared, name),
+                                   compared.cell(*keys, format="reached")]  # fmt: skip
+        for quantity in CONVERGED:
+            cells.append(compared.cell(*keys, "spent", quantity, format="summary"))
+            cells.append(compared.cell(*keys, "ratios", quantity, format="effect"))
+        rows.append(cells)
+    head = ["arm", "reached", *(cell for quantity in CONVERGED
+                                for cell in (quantity, f"ratio of {quantity}"))]  # fmt: skip
+    note = (
+        "A run reaches the target at the first evaluation that is as good, so the numbers are only "
+        "as fine as the interval between evaluations. Reached: finished runs that reached it, of "
+        "all that finished or diverged. Ratios are paired by seed over the seeds with which both "
+        "arms reached it; the interval is unbounded on the side of an arm that reached it less "
+        "often. No verdict follows."
+    )
+    target = words("The target is ", compared.cell("convergence", "metric", format="text"), " ",
+                   compared.cell("convergence", "target", format="exact"),
+                   " on the split that selects the weights: ",
+                   compared.cell("convergence", "place", format="text"), ".")  # fmt: skip
+    blocks: list[Block] = [target, table("target", "Until the target", head, rows, note)]
+    if reached.evaluations == 1:
+        blocks.append(words("A run of the baseline was evaluated only once, so when it reached the "
+                            "target is not known.", alarm=True))  # fmt: skip
+    return blocks
+
+
+def tuning(compared: "Compared") -> list[Block]:
+    """Return the values that were tried for every tuned setting."""
+    blocks: list[Block] = []
+    for number, setting in enumerate(compared.evidence.tuning):
+        rows: list[Row] = []
+        for name in compared.arms:
+            for place, point in enumerate(setting.curves[name]):
+                keys = ("tuning", number, "curves", name, place)
+                best = point.value == setting.best[name]
+                at_end = best and setting.on_edge[name]
+                remark: str | Cell = "best" if best else ""
+                if at_end:
+                    remark = Cell("best, at an end of the grid", alarm=True)
+                rows.append([
+                    plain(name),
+                    compared.cell(*keys, "value"),
+                    compared.cell(*keys, format="tuned value") if point.mean is not None
+                    else Cell("a run did not finish", alarm=True),
+                    compared.cell(*keys, "chosen", format="count"),
+                    remark,
+                ])  # fmt: skip
+        title = f"Tuning of {plain(setting.key)}"
+        head = ["arm", setting.key, "score [95 %]", "seeds that chose it", "remark"]
+        note = (
+            "Score: the mean over the seeds of the metric, on the split that selects the weights. "
+            "The grid is the same for every arm. For each seed, the value is chosen by the other "
+            "seeds, if there are any; best is the choice of all."
+        )
+        if setting.extended:
+            note += " A best value was at an end of the grid, so the grid was extended once."
+        name = "tuned-values" if not number else f"tuned-values-{number + 1}"
+        blocks.append(table(name, title, head, rows, note))
+    return blocks
+
+
+def stages(compared: "Compared") -> list[Block]:
+    """Return every stage of every run, if runs have several."""
+    rows: list[Row] = []
+    for name in compared.arms:
+        for number, run in enumerate(compared.evidence.arms[name].runs):
+            if len(run.stages) < 2:
+                continue
+            for place, _ in enumerate(run.stages):
+                keys = ("arms", name, "runs", number)
+                stage = (*keys, "stages", place)
+                rows.append([
+                    plain(name), compared.cell(*keys, "seed", format="count"),
+                    compared.cell(*stage, "name", format="text"),
+                    compared.cell(*stage, format="trainable share"),
+                    compared.cell(*stage, "trainable", format="count"),
+                    compared.cell(*stage, "total", format="count"),
+                    compared.cell(*stage, "best"), compared.cell(*stage, "epoch"),
+                    compared.cell(*stage, "seconds", format="seconds"),
+                ])  # fmt: skip
+    if not rows:
+        return []
+    head = ["arm", "seed", "stage", "trainable", "trained parameters", "all parameters",
+            "best value", "best epoch", "time"]  # fmt: skip
+    note = "The best value is on the split that selects the weights."
+    return [table("stages-of-runs", "Every stage of every run", head, rows, note)]
+
+
+def subjects(compared: "Compared") -> list[Block]:
+    """Return the tests by EEG subject, and r on segments."""
+    rows: list[Row] = []
+    ridge: list[Row] = []
+    segments: list[Row] = []
+    for split, tests in compared.evidence.subjects.items():
+        for name in tests.subjects:
+            keys = ("subjects", split, "subjects", name)
+            rows.append([
+                plain(split), arm_name(compared, name),
+                compared.cell(*keys, format="subjects better"), compared.cell(*keys, "r"),
+                compared.cell(*keys, "z", format="effect"),
+                *(compared.cell(*keys, p, format="probability")
+                  for p in ("p", "p_signed", "p_adjusted")),
+            ])  # fmt: skip
+        for name in tests.ridge:
+            ridge.append([
+                plain(split), arm_name(compared, name),
+                compared.cell("subjects", split, "ridge", name, format="effect"),
+                compared.cell("subjects", split, "ridge", name, "p", format="probability"),
+            ])  # fmt: skip
+    for name in compared.evidence.segments:
+        segments.append([
+            arm_name(compared, name),
+            *(compared.cell("segments", name, key, "summary", format="summary")
+              for key in _SEGMENTS),
+            compared.cell("segments", name, "score", "against", format="effect"),
+        ])  # fmt: skip
+    blocks: list[Block] = []
+    if rows:
+        head = ["split", "arm", "subjects better", "difference of r", "difference of z [95 %]", "p",
+                "p (signed ranks)", "p (Holm)"]  # fmt: skip
+        note = (
+            "Paired by subject: a subject's mean Fisher z over the seeds, with the arm and with "
+            f"{compared.baseline}. report: other recordings of the training subjects (or other "
+            "parts of the same ones); unseen: subjects held out of training."
+        )
+        blocks.append(table("subject-tests", "Tests by subject", head, rows, note))
+    if ridge:
+        head = ["split", "arm", "r − ridge [95 %]", "p"]
+        note = "Over seeds; the ridge decoder is the same for every seed."
+        blocks.append(table("ridge-tests", "Against the ridge decoder", head, ridge, note))
+    if segments:
+        head = ["arm", *_SEGMENTS.values(), "score against the baseline [95 %]"]
+        blocks.append(table("segments", "r on segments", head, segments,
+                            "Mean ± standard deviation over seeds."))  # fmt: skip
+    return blocks
+
+
+def gradients(compared: "Compared") -> list[Block]:
+    """Return the gradient flow of watched runs."""
+    rows = [
+        [arm_name(compared, name),
+         *(compared.cell("flow", name, key, of, format=form) for key in QUANTITIES
+           for of, form in (("summary", "summary"), ("against", "effect")))]
+        for name in compared.evidence.flow
+    ]  # fmt: skip
+    if not rows:
+        return []
+    head = ["arm", *(cell for key in QUANTITIES for cell in (_FLOW[key], "ratio [95 %]"))]
+    note = (
+        "Means over seeds in the last stage, and ratios to the baseline, paired by seed. Front is "
+        "the first two layers, output is the head. Front/output gradient: the largest absolute "
+        "gradient of a tensor at the last measured step, averaged over the front's tensors, "
+        "relative to the head's. Weight change: the relative change of a tensor's range since the "
+        "first measured step. Update/weight: the median over the front's weights and biases, then "
+        "over the measured steps."
+    )
+    return [
+        table(
+            "gradient-flow-of-arms", "Gradients and updates of the first layers", head, rows, note
+        )
+    ]
