@@ -27,7 +27,7 @@ from frostlab.pages.record import markdown
 from frostlab.pages.several import many
 from frostlab.pages.tables import table_files
 from frostlab.records.index import is_comparison, is_run
-from frostlab.storage import Lock, file_digest, read_json, remove_temporary, write_whole
+from frostlab.storage import Lock, file_digest, read_json, remove_temporary
 
 PAGE, RECORD, LISTING = "report.html", "report.md", "report.json"
 LANGUAGES = ("en", "zh", "ja")
@@ -138,22 +138,13 @@ def _write(folder: Path, files: Mapping[str, bytes], facts: Mapping[str, Any]) -
     try:
         with Lock(folder):
             remove_temporary(folder, _TEMPORARY)
-            earlier = _listing(folder)
-            before = _listed_files(earlier)
+            before = _listed_files(_listing(folder))
             _check_own(folder, files, before)
             temporary = Path(tempfile.mkdtemp(prefix=f".{_TEMPORARY}.", suffix=".tmp", dir=folder))
             try:
-                _fill(temporary / "new", files)
-                # if this process is killed in between, the files of both reports are listed
-                both = sorted({*before, *files})
-                _write_listing(folder, {"language": None, "made_from": None}, both)
-                try:
-                    _exchange(folder, temporary, {Path(name).parts[0] for name in both})
-                except OSError:
-                    if earlier:
-                        write_whole(folder / LISTING, json.dumps(earlier, indent=1) + "\n")
-                    raise
-                _write_listing(folder, facts, sorted(files))
+                _fill(temporary / "new", {**files, LISTING: _content(facts, files)})
+                both = {*before, *files}
+                _exchange(folder, temporary, both)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
@@ -161,9 +152,10 @@ def _write(folder: Path, files: Mapping[str, bytes], facts: Mapping[str, Any]) -
         raise BadInput(f"the report in {folder} cannot be written: {reason}") from None
 
 
-def _write_listing(folder: Path, facts: Mapping[str, Any], files: Sequence[str]) -> None:
-    values = {"schema": _SCHEMA, "frostlab": __version__, **facts, "files": files}
-    write_whole(folder / LISTING, json.dumps(values, indent=1) + "\n")
+def _content(facts: Mapping[str, Any], files: Iterable[str]) -> bytes:
+    """Return the content of report.json."""
+    values = {"schema": _SCHEMA, "frostlab": __version__, **facts, "files": sorted(files)}
+    return (json.dumps(values, indent=1) + "\n").encode()
 
 
 def _listing(folder: Path) -> dict[str, Any]:
@@ -200,21 +192,32 @@ def _fill(folder: Path, files: Mapping[str, bytes]) -> None:
         path.write_bytes(data)
 
 
-def _exchange(folder: Path, temporary: Path, names: Iterable[str]) -> None:
-    """Move the old files and folders away and the new ones to their places, or undo it all."""
+def _exchange(folder: Path, temporary: Path, files: Iterable[str]) -> None:
+    """Move the old files and folders away and the new ones to their places, or undo it all.
+
+    Meanwhile report.json lists the files of both reports, in case this process is killed.
+    """
     (temporary / "old").mkdir()
-    done: list[str] = []
+    meanwhile = temporary / LISTING
+    meanwhile.write_bytes(_content({"language": None, "made_from": None}, files))
+    names = [LISTING, *sorted({Path(name).parts[0] for name in files}), LISTING]
+    steps = [temporary / "new" / name for name in names]
+    steps[0] = meanwhile
+    done: list[tuple[Path, Path | None]] = []  # each place, and where its former content is
     try:
-        for name in sorted(names):
-            done.append(name)
-            if os.path.lexists(folder / name):
-                os.replace(folder / name, temporary / "old" / name)
-            if (temporary / "new" / name).exists():
-                os.replace(temporary / "new" / name, folder / name)
+        for number, (name, new) in enumerate(zip(names, steps, strict=True)):
+            place, aside = folder / name, temporary / "old" / f"{number}"
+            if os.path.lexists(place):
+                os.replace(place, aside)
+                done.append((place, aside))
+            else:
+                done.append((place, None))
+            if new.exists():
+                os.replace(new, place)
     except OSError:
-        for name in reversed(done):
-            if (temporary / "old" / name).exists():
-                if os.path.lexists(folder / name):
-                    os.replace(folder / name, temporary / "new" / name)
-                os.replace(temporary / "old" / name, folder / name)
+        for number, (place, former) in enumerate(reversed(done)):
+            if os.path.lexists(place):
+                os.replace(place, temporary / f"undone-{number}")
+            if former is not None:
+                os.replace(former, place)
         raise

@@ -198,9 +198,8 @@ _MEAN_NOTE = (
     "Every comparison has the same weight. The 95 % intervals of means are Welch's, one at a time, "
     "about these comparisons and not about other data; a single comparison has the interval of its "
     "verdict. The share of the baseline is the geometric mean of the shares of its metric that are "
-    "retained (the inverse if lower values are better): above 100 % is better than the baseline. "
-    "Confounded comparisons, and reduced ones (scaled, shortened, stand-ins), have means of their "
-    "own."
+    "retained (the inverse if lower values are better), so that more is better. Confounded "
+    "comparisons, and reduced ones (scaled, shortened, stand-ins), have means of their own."
 )
 
 
