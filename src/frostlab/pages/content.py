@@ -243,6 +243,7 @@ class Document:
     arms: tuple[str, ...] = ()  # that can be switched on and off in the figures
     language: str = "en"
     problems: tuple[str, ...] = field(default=())  # parts of the report that could not be made
+    caution: str | None = None  # a warning that every file with numbers repeats
     # records that are written with the report, because it has numbers that no other record holds
     records: dict[str, Any] = field(default_factory=dict)  # by file name
     record: tuple[Section, ...] = ()  # the short record in report.md; without one, all sections

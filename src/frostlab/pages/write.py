@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from frostlab import __version__
-from frostlab.charts import figure_files, require_drawing, themed
+from frostlab.charts import RED, figure_files, require_drawing, themed
 from frostlab.errors import BadInput, FrostlabError, nearest
 from frostlab.experiments import collection
 from frostlab.pages import compared, unfinished
@@ -28,10 +28,12 @@ from frostlab.pages.several import many
 from frostlab.pages.tables import table_files
 from frostlab.records.index import is_comparison, is_run
 from frostlab.storage import Lock, file_digest, read_json, remove_temporary
+from frostlab.text import plain, wrapped
 
 PAGE, RECORD, LISTING = "report.html", "report.md", "report.json"
 LANGUAGES = ("en", "zh", "ja")
 _SCHEMA = 1  # version of report.json
+_LINE = 90  # characters of a line below a figure's title
 _TEMPORARY = "report"  # part of the temporary folder's name
 
 
@@ -121,13 +123,24 @@ def _files(document: Document) -> dict[str, bytes]:
     """Return the content of every file of a report, by its path in the folder."""
     files = {PAGE: page(document).encode(), RECORD: markdown(document).encode()}
     for figure in document.figures:
-        for ending, data in figure_files(themed(figure.chart, in_page=False)).items():
+        spec = _with_caution(themed(figure.chart, in_page=False), figure.title, document.caution)
+        for ending, data in figure_files(spec).items():
             files[f"figures/{figure.name}.{ending}"] = data
     for name, data in table_files(document).items():
         files[f"tables/{name}"] = data
     for name, value in document.records.items():
         files[name] = (json.dumps(value, indent=1) + "\n").encode()
     return files
+
+
+def _with_caution(spec: dict[str, Any], title: str, caution: str | None) -> dict[str, Any]:
+    """Return a chart with the caution below its title, because figures are shown alone, too."""
+    if caution is None:
+        return spec
+    own = spec.get("title") or title
+    own = dict(own) if isinstance(own, dict) else {"text": own}
+    lines = wrapped(f"Caution: {plain(caution)}", _LINE, indent="")
+    return spec | {"title": own | {"subtitle": lines, "subtitleColor": RED, "anchor": "start"}}
 
 
 # The exchange of an earlier report for a new one

@@ -49,6 +49,9 @@ def document(folder: Path, language: str) -> Document:
         if blocks := make(several):
             sections.append(Section(name, title, tuple(blocks)))
     own = several.groups.get("")
+    cautions = dict.fromkeys(
+        evidence.caution for _, evidence in several.finished if evidence.caution is not None
+    )
     kind = "" if own is None else ", as published" if own.as_published else ", fair"
     title = f"Comparisons: {folder.resolve().name}" if own is None else own.group
     return Document(
@@ -58,6 +61,7 @@ def document(folder: Path, language: str) -> Document:
         sections=tuple(sections),
         arms=several.arms,
         language=language,
+        caution="; ".join(cautions) or None,
         problems=tuple(map(plain, several.problems)),
         records={MEANS: several.means.to_dict()},
     )
