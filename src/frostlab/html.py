@@ -39,6 +39,13 @@ th, td { text-align: left; vertical-align: top; padding: .3rem .6rem .3rem 0;
   .findings td:first-child { white-space: normal }
   .findings td:last-child:not(:empty)::before { content: "try: " }
   .findings tr { display: block; border-bottom: 1px solid var(--line); padding: .5rem 0 }
+  .numbers thead { display: none } .numbers td { border: 0; padding: 0 }
+  .numbers tr { display: grid; grid-template-columns: repeat(4, 1fr); column-gap: .5rem;
+    border-bottom: 1px solid var(--line); padding: .4rem 0 }
+  .numbers td:first-child, .numbers td:last-child { grid-column: span 4; white-space: normal }
+  .numbers td:not(:first-child):not(:last-child) { text-align: left }
+  .numbers td[data-title]::before { content: attr(data-title); display: block; font-size: .75rem;
+    opacity: .75 }
 }
 """
 _FRAME = """<!doctype html>

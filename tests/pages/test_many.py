@@ -14,6 +14,7 @@ from comparing import plant
 from frostlab.pages.write import PAGE, is_current, report
 from walking import Walk, complaints
 
+LARGE = shutil.ignore_patterns("checkpoints", "*.safetensors", "model", "tokenizer")
 BERT = {"kind": "pretrained", "name": "bert-base-uncased"}
 
 
@@ -40,7 +41,7 @@ def store(compared: Path, spoken: Path, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("store") / "store"
     for name, source in (("gpt-one", compared), ("gpt-two", compared), ("bert", compared),
                          ("stories", spoken), ("begun", spoken)):  # fmt: skip
-        shutil.copytree(source, folder / name)
+        shutil.copytree(source, folder / name, ignore=LARGE)
     edit(folder / "bert", as_bert)
     (folder / "begun" / "evidence.json").unlink()
     report(folder)
@@ -51,6 +52,13 @@ def store(compared: Path, spoken: Path, tmp_path_factory: pytest.TempPathFactory
 def copied(store: Path, tmp_path: Path) -> Path:
     shutil.copytree(store, tmp_path / "store")
     return tmp_path / "store"
+
+
+@pytest.fixture
+def begun(store: Path, tmp_path: Path) -> Path:
+    """The comparison that is not finished, with its report."""
+    shutil.copytree(store / "begun", tmp_path / "begun")
+    return tmp_path / "begun"
 
 
 def cells(folder: Path) -> list[tuple[str, str, str]]:
@@ -158,29 +166,28 @@ def test_nothing_is_written_through_a_link(copied: Path, tmp_path: Path) -> None
 # A half-finished comparison
 
 
-def test_the_runs_of_an_unfinished_comparison_have_their_state(copied: Path) -> None:
-    folder = copied / "begun"
-    failed, stopped, *_ = sorted(folder.glob("runs/*"))
+def test_the_runs_of_an_unfinished_comparison_have_their_state(begun: Path) -> None:
+    failed, stopped, *_ = sorted(begun.glob("runs/*"))
     result = json.loads((failed / "result.json").read_text())
     plant(failed / "result.json", status="failed", error="out of <b>memory</b>")
     (stopped / "result.json").unlink()
-    shutil.rmtree(folder / "runs" / "oelm-s1")
-    report(folder)
-    text = (folder / PAGE).read_text()
+    shutil.rmtree(begun / "runs" / "oelm-s1")
+    report(begun)
+    text = (begun / PAGE).read_text()
     assert re.search(rf'class="alarm">{failed.name}: failed: out of &lt;b&gt;memory', text)
-    rows = (folder / "tables" / "runs.csv").read_text()
+    rows = (begun / "tables" / "runs.csv").read_text()
     assert f"{failed.name},failed,{result['steps']:,}," in rows
     assert f"{stopped.name},interrupted,–" in rows
     assert "oelm-s1,not begun," in rows
-    assert complaints(folder / PAGE, [failed.name, stopped.name, "oelm-s1"]) == []
+    assert complaints(begun / PAGE, [failed.name, stopped.name, "oelm-s1"]) == []
 
 
-def test_an_unfinished_comparison_of_another_schema_is_refused(copied: Path) -> None:
-    before = (copied / "begun" / PAGE).read_bytes()
-    plant(copied / "begun" / "plan.json", schema=99)
+def test_an_unfinished_comparison_of_another_schema_is_refused(begun: Path) -> None:
+    before = (begun / PAGE).read_bytes()
+    plant(begun / "plan.json", schema=99)
     with pytest.raises(fl.BadInput, match="has schema 99, and this frostlab reads"):
-        report(copied / "begun")
-    assert (copied / "begun" / PAGE).read_bytes() == before
+        report(begun)
+    assert (begun / PAGE).read_bytes() == before
 
 
 # The exchange of reports
@@ -203,31 +210,30 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("moment", range(1, 11))
 def test_a_report_that_fails_leaves_the_old_one_whole(
-    copied: Path, failing: list[int], moment: int
+    begun: Path, failing: list[int], moment: int
 ) -> None:
-    folder = copied / "begun"
-    shutil.rmtree(folder / "runs" / "oelm-s1")  # so that the report changes
+    shutil.rmtree(begun / "runs" / "oelm-s1")  # so that the report changes
 
     def files() -> dict[str, bytes]:
-        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
+        return {str(path.relative_to(begun)): path.read_bytes() for path in begun.rglob("*")
                 if path.is_file() and path.suffix != ".pdf"}  # fmt: skip
 
     before, failing[0] = files(), moment
     with pytest.raises(fl.BadInput, match="cannot be written: No space left on device"):
-        report(folder)
+        report(begun)
     assert files() == before
-    report(folder)
-    assert "not begun" in (folder / PAGE).read_text()
-    assert not list(folder.glob(".report*"))
+    report(begun)
+    assert "not begun" in (begun / PAGE).read_text()
+    assert not list(begun.glob(".report*"))
 
 
-def test_a_file_of_the_user_is_not_replaced(copied: Path) -> None:
-    mine = copied / "begun" / "tables" / "mine.csv"
+def test_a_file_of_the_user_is_not_replaced(begun: Path) -> None:
+    mine = begun / "tables" / "mine.csv"
     mine.write_text("1,2\n")
     with pytest.raises(fl.BadInput, match=r"mine\.csv was not written by a report; move it"):
-        report(copied / "begun")
+        report(begun)
     assert mine.read_text() == "1,2\n"
-    (copied / "begun" / "report.json").unlink()
+    (begun / "report.json").unlink()
     mine.unlink()
     with pytest.raises(fl.BadInput, match="was not written by a report"):
-        report(copied / "begun")
+        report(begun)

@@ -394,10 +394,11 @@ def _tuning(evidence: Evidence) -> str:
 
 
 def _tuning_curves(setting: TunedSetting) -> str:
+    means = [point.mean for curve in setting.curves.values() for point in curve
+             if point.mean is not None]  # fmt: skip
+    low, high = (min(means), max(means)) if means else (0.0, 1.0)  # one scale for all arms
     lines = []
     for name, curve in setting.curves.items():
-        means = [point.mean for point in curve if point.mean is not None]
-        low, high = (min(means), max(means)) if means else (0.0, 1.0)
         lines.append(plain(name))
         for point in curve:
             mark = "  ← best" if point.value == setting.best[name] else ""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from frostlab.charts import label, png, require_drawing, svg
+from frostlab.charts import GREY, label, png, require_drawing, svg, themed
 from frostlab.envelopes.challenge import SEEN, UNSEEN, segments_table, subjects_table
 from frostlab.envelopes.correlation import Floats, unit_norm
 from frostlab.envelopes.scores import EnvelopeScores, scores_table
@@ -75,18 +75,26 @@ def eeg_page(
     for number, (split, decoders) in enumerate(scores.items(), 1):
         best_r = (best or {}).get(split)
         name = _file_name(split, number, charts)
-        charts[name] = draw_subjects(subject_rows(decoders), best_r)
+        dashed = "" if best_r is None else f"; dashed: upper bound, {best_r:.3f}"
+        charts[name] = draw_subjects(subject_rows(decoders), best_r).properties(
+            title=f"Correlation with the envelope, by subject{dashed}"
+        )
         table = scores_table(decoders, best_r).splitlines()
         splits.append({"title": (titles or {}).get(split, split), "table": table, "name": name})
     for number, (title, rows) in enumerate((excerpts or {}).items(), 1):
-        charts[f"excerpt-{number}"] = draw_excerpt(rows, title)
+        charts[f"excerpt-{number}"] = draw_excerpt(rows).properties(title=title)
     if kernels:
-        charts["kernels"] = draw_kernels(kernels)
+        charts["kernels"] = draw_kernels(kernels).properties(
+            title="Learned temporal kernels, the strongest first"
+        )
     if importance is not None:
-        charts["channels"], note = _draw_importance(*importance)
-    specs = {name: chart.to_dict() for name, chart in charts.items()}
+        chart, title, note = draw_importance(*importance)
+        charts["channels"] = chart.properties(title=title)
     # each drawing with its alternative text
-    drawings = {name: (svg(spec, name), label(spec["title"], 200)) for name, spec in specs.items()}
+    drawings = {
+        name: (svg(themed(chart, in_page=True), name), label(str(chart.title), 200))
+        for name, chart in charts.items()
+    }
     for section in splits:
         section["figure"] = drawings.pop(section["name"])
     segments: list[str] = []
@@ -100,7 +108,8 @@ def eeg_page(
         _PAGE, title="EEG to speech envelope", caution=caution, splits=splits, segments=segments,
         figures=drawings.values(), note=note,
     )  # fmt: skip
-    return _write(folder, text, {name: png(spec, 2) for name, spec in specs.items()})
+    pictures = {name: png(themed(chart, in_page=False), 2) for name, chart in charts.items()}
+    return _write(folder, text, pictures)
 
 
 def _file_name(split: str, number: int, taken: Collection[str]) -> str:
@@ -125,16 +134,22 @@ def _write(folder: Path, text: str, pictures: Mapping[str, bytes]) -> Path:
     return page
 
 
-def _draw_importance(names: Sequence[str], values: ArrayLike) -> tuple[Any, str | None]:
-    """Draw a scalp map; if that is impossible, for example without MNE, draw bars and say why."""
+def draw_importance(names: Sequence[str], values: ArrayLike) -> tuple[Any, str, str | None]:
+    """Draw a scalp map, and return it with its title and None.
+
+    If a map is impossible, for example without MNE, draw bars, and return the reason instead of
+    None.
+    """
     rows = channel_rows(values, names)
     try:
         places = scalp_positions([row["channel"] for row in rows])
         positions = [places[row["channel"]] for row in rows]
         cells = scalp_rows([row["importance"] for row in rows], positions)
     except BadInput as error:
-        return draw_channels(rows), f"Channels as bars: {error}."
-    return draw_scalp(rows, cells, positions), None
+        title = "Channel importance, the largest first"
+        return draw_channels(rows), title, f"Channels as bars: {error}."
+    title = "Channel importance; the ten largest are named"
+    return draw_scalp(rows, cells, positions), title, None
 
 
 def subject_rows(decoders: Mapping[str, EnvelopeScores]) -> Rows:
@@ -157,7 +172,7 @@ def draw_subjects(rows: Rows, best: float | None = None) -> Any:
     decoders = list(dict.fromkeys(row["decoder"] for row in rows))
     chance = (
         alt.Chart(alt.Data(values=first_rows))
-        .mark_bar(color="#bbbbbb", opacity=0.7, size=min(30, 0.7 * _WIDTH / len(first_rows)))
+        .mark_bar(color=GREY, opacity=0.4, size=min(30, 0.7 * _WIDTH / len(first_rows)))
         .encode(
             x=x,
             y=alt.Y("chance_low:Q", title="Pearson r (grey: 5 % to 95 % by chance, first decoder)"),
@@ -178,10 +193,7 @@ def draw_subjects(rows: Rows, best: float | None = None) -> Any:
     if best is not None:
         line = alt.Chart(alt.Data(values=[{"r": best}])).mark_rule(strokeDash=[6, 4])
         layers.append(line.encode(y="r:Q"))
-    dashed = "" if best is None else f"; dashed: upper bound, {best:.3f}"
-    return alt.layer(*layers).properties(
-        width=_WIDTH, height=260, title=f"Correlation with the envelope, by subject{dashed}"
-    )
+    return alt.layer(*layers).properties(width=_WIDTH, height=260)
 
 
 def excerpt_rows(
@@ -216,7 +228,7 @@ def excerpt_rows(
     return rows
 
 
-def draw_excerpt(rows: Rows, title: str) -> Any:
+def draw_excerpt(rows: Rows) -> Any:
     """Draw signals over time."""
     alt = _altair()
     signals = list(dict.fromkeys(row["signal"] for row in rows))
@@ -229,7 +241,7 @@ def draw_excerpt(rows: Rows, title: str) -> Any:
             y=alt.Y("value:Q", title="standard deviations"),
             color=alt.Color("signal:N", sort=signals, title=None),
         )
-        .properties(width=_WIDTH, height=180, title=title)
+        .properties(width=_WIDTH, height=180)
     )
 
 
@@ -266,7 +278,6 @@ def draw_kernels(rows: Rows) -> Any:
         .encode(x=alt.X("ms:Q", title="ms"), y=alt.Y("weight:Q", title=None))
         .properties(width=140, height=90)
         .facet(facet=alt.Facet("filter:N", sort=filters, title="filter"), columns=4)
-        .properties(title="Learned temporal kernels, the strongest first")
     )
 
 
@@ -288,7 +299,7 @@ def draw_channels(rows: Rows, most: int = 20) -> Any:
         alt.Chart(alt.Data(values=rows[:most]))
         .mark_bar()
         .encode(x="importance:Q", y=alt.Y("channel:N", sort=None, title=None))
-        .properties(width=_WIDTH, title="Channel importance, the largest first")
+        .properties(width=_WIDTH)
     )
 
 
@@ -399,7 +410,7 @@ def draw_scalp(rows: Rows, cells: Rows, places: Sequence[tuple[float, float]]) -
     points = channels.mark_point(filled=True, size=10, color="black", opacity=1)
     named = channels.transform_filter("datum.strong").mark_text(dy=-7, fontSize=9)
     return alt.layer(field, *outline, points, named.encode(text="channel:N")).properties(
-        width=380, height=380, title="Channel importance; the ten largest are named"
+        width=380, height=380
     )
 
 

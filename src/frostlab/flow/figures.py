@@ -167,7 +167,7 @@ def heat_png(flow: "Flow", scale: float = 1.5) -> bytes:
     """Draw both heat maps side by side on a white background, and return the PNG file."""
     alt, _ = require_drawing(_PURPOSE)
     grids = _grids(flow)
-    both = alt.hconcat(*map(_heat, grids), spacing=24).resolve_scale(color="independent")
+    both = alt.hconcat(*map(_titled, grids), spacing=24).resolve_scale(color="independent")
     both = both.properties(padding={"left": 5, "top": 5, "bottom": 5, "right": 20})
     spec = themed(both, False, {grid.quantity: _cells(grid) for grid in grids})
     return png(spec, scale)
@@ -176,18 +176,37 @@ def heat_png(flow: "Flow", scale: float = 1.5) -> bytes:
 def heat_svgs(flow: "Flow") -> dict[str, Markup]:
     """Draw one heat map per quantity; each cell shows its value as a tooltip."""
     return {
-        g.quantity: svg(themed(_heat(g), True, {g.quantity: _cells(g)}), g.quantity)
+        g.quantity: svg(themed(_titled(g), True, {g.quantity: _cells(g)}), g.quantity)
         for g in _grids(flow)
     }
 
 
+def heat_charts(flow: "Flow", width: int) -> dict[str, tuple[Any, list[dict[str, Any]]]]:
+    """Return for each quantity a heat map without a title that holds its data, and the data."""
+    charts = {}
+    for grid in _grids(flow):
+        rows = _cells(grid)
+        charts[grid.quantity] = (
+            _heat(grid, width).properties(datasets={grid.quantity: rows}),
+            rows,
+        )
+    return charts
+
+
 def norm_svg(flow: "Flow") -> Markup:
     """Draw the norm of the whole gradient by step, after and, if measured, before clipping."""
+    return svg(
+        themed(norm_chart(flow).properties(title="norm of the whole gradient"), True), "norm"
+    )
+
+
+def norm_chart(flow: "Flow") -> Any:
+    """Return the chart of the norm of the whole gradient, without a title."""
     titles = (("gradient", "after clipping"), ("before_clip", "before clipping"))
     series = {title: _points(flow.norms(quantity)) for quantity, title in titles}
     if not series["before clipping"]:
         series = {"gradient": series["after clipping"]}
-    return svg(themed(_lines(series, "norm of the whole gradient"), True), "norm")
+    return _lines(series)
 
 
 def front_svg(flow: "Flow") -> Markup | None:
@@ -195,6 +214,13 @@ def front_svg(flow: "Flow") -> Markup | None:
 
     Return None if no ratio is finite and positive.
     """
+    chart = front_chart(flow)
+    titled = chart and chart.properties(title="front / output gradient")
+    return titled and svg(themed(titled, True), "front")
+
+
+def front_chart(flow: "Flow") -> Any:
+    """Return the chart that `front_svg` draws, without a title; None if there is no ratio."""
     alt, _ = require_drawing(_PURPOSE)
     points = _points(front_ratios(flow.reports))
     if not points:
@@ -203,11 +229,8 @@ def front_svg(flow: "Flow") -> Markup | None:
     base = alt.Chart(alt.Data(values=limits)).encode(y="limit:Q")
     rule = base.mark_rule(strokeDash=[4, 3], stroke=GREY)
     text = base.mark_text(align="left", dx=4, x=_WIDTH, color=GREY).encode(text="word:N")
-    chart = _lines({"front/output": points}, "front / output gradient") + rule + text
-    return svg(
-        themed(chart.properties(padding={"left": 12, "top": 5, "bottom": 8, "right": 40}), True),
-        "front",
-    )
+    chart = _lines({"front/output": points}) + rule + text
+    return chart.properties(padding={"left": 12, "top": 5, "bottom": 8, "right": 40})
 
 
 def too_many_rows(flow: "Flow") -> bool:
@@ -231,8 +254,8 @@ def _cells(grid: Grid) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _heat(grid: Grid) -> Any:
-    """Return a heat map without data; `_spec` adds the cells under the quantity's name."""
+def _heat(grid: Grid, width: int = _WIDTH) -> Any:
+    """Return a heat map without a title and without data, which have the quantity's name."""
     alt, _ = require_drawing(_PURPOSE)
     names = [label(row.name) for row in grid.rows]
     # room for row names, 6.5 px per character: browser fonts are wider than vl_convert's
@@ -247,11 +270,12 @@ def _heat(grid: Grid) -> Any:
         ),
         y=alt.Y("row:N", sort=names, title=None, axis=alt.Axis(labelLimit=190, minExtent=extent)),
         description="tooltip:N",
+        tooltip="tooltip:N",
     )
     scale = alt.Scale(scheme="viridis", domain=[grid.power(0.0), grid.power(grid.high)])
     legend = alt.Legend(
         title=None, labelExpr="format(pow(10, datum.value), '.0e')", tickCount=4,
-        orient="bottom", gradientLength=_WIDTH,
+        orient="bottom", gradientLength=width,
     )  # fmt: skip
     coloured = (
         base.mark_rect()
@@ -271,12 +295,14 @@ def _heat(grid: Grid) -> Any:
         .transform_filter("datum.kind != 'number'")
         .encode(text="sign:N", description=alt.value(""))
     )
-    return (coloured + uncoloured + signs).properties(
-        title=TITLES[grid.quantity], width=_WIDTH, height=alt.Step(height)
-    )
+    return (coloured + uncoloured + signs).properties(width=width, height=alt.Step(height))
 
 
-def _lines(series: dict[str, list[dict[str, float]]], title: str) -> Any:
+def _titled(grid: Grid) -> Any:
+    return _heat(grid).properties(title=TITLES[grid.quantity])
+
+
+def _lines(series: dict[str, list[dict[str, float]]]) -> Any:
     alt, _ = require_drawing(_PURPOSE)
     points = [
         {**point, "line": name, "tooltip": f"step {point['step']:g}: {point['value']:.3g}"}
@@ -289,8 +315,10 @@ def _lines(series: dict[str, list[dict[str, float]]], title: str) -> Any:
     )
     if len(series) > 1:
         chart = chart.encode(color=alt.Color("line:N", title=None))
-    dots = chart.mark_circle(size=22, opacity=1).encode(description="tooltip:N")
-    return (chart.mark_line() + dots).properties(title=title, width=_WIDTH, height=170)
+    dots = chart.mark_circle(size=22, opacity=1).encode(
+        description="tooltip:N", tooltip="tooltip:N"
+    )
+    return (chart.mark_line() + dots).properties(width=_WIDTH, height=170)
 
 
 def _points(series: dict[int, float]) -> list[dict[str, float]]:

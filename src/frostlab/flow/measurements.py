@@ -150,6 +150,7 @@ class Flow:
         self.moved: tuple[str, ...] = ()  # names of parts with a frozen tensor that changed
         self.verified = False  # whether frozen parts were compared with their digests
         self.caution: str | None = None  # the run's warning about its numbers
+        self.run: str | None = None  # the run that was watched: its folder's name, recipe and stage
         self._reports: list[Report] = []
 
     def __repr__(self) -> str:
@@ -245,6 +246,7 @@ class Flow:
         return {
             "schema": SCHEMA, "model": self.model, "optimizer": self.optimizer,
             "moved": list(self.moved), "verified": self.verified, "caution": self.caution,
+            "run": self.run,
             "groups": [vars(group) for group in self.groups],
             "parts": [part.to_dict() for part in self.parts],
             "reports": [finite(vars(report)) for report in self.reports],
@@ -307,7 +309,7 @@ def flows_of(folder: str | Path) -> dict[str, Flow]:
         raise BadInput(f"load_flow: {path} is not a run: it has no events")
     where = f"load_flow: the flow in {path}/events.jsonl"
     try:
-        flows = _read_events(events)
+        flows = _read_events(events, path.resolve().name)
     except (LookupError, ValueError) as error:  # lists whose lengths do not match the parts
         raise BadInput(f"{where} is damaged: {first_line(error)}") from None
     for flow in flows.values():
@@ -344,6 +346,7 @@ class _StoredFlow:
     parts: tuple[PartFacts, ...]
     reports: list[_StoredReport]
     caution: str | None = None
+    run: str | None = None
 
 
 def _load_file(path: Path) -> Flow:
@@ -358,6 +361,7 @@ def _load_file(path: Path) -> Flow:
     flow = Flow(stored.model, stored.optimizer)
     flow.parts, flow.groups = stored.parts, stored.groups
     flow.moved, flow.verified, flow.caution = stored.moved, stored.verified, stored.caution
+    flow.run = stored.run
     flow._reports = [
         Report(**{name: _nan_for_null(value) for name, value in vars(report).items()})
         for report in stored.reports
@@ -441,17 +445,18 @@ def report_event(report: Report, parts: Sequence[PartFacts]) -> dict[str, Any]:
     return event
 
 
-def _read_events(events: Iterable[Event]) -> dict[str, Flow]:
+def _read_events(events: Iterable[Event], folder: str) -> dict[str, Flow]:
     flows: dict[str, Flow] = {}
     reports: dict[str, dict[int, Report]] = {}
-    stage, front, caution = "", list[str](), None
+    stage, front, caution, recipe = "", list[str](), None, ""
     for event in events:
         if isinstance(event, StartEvent):
             caution = event.caution
+            recipe = f"{event.name}, {event.treatment}, seed {event.seed}"
         elif isinstance(event, FlowPartsEvent):
             stage, front = event.stage, event.front
             flow = flows[stage] = Flow(event.model, event.optimizer)
-            flow.caution = caution
+            flow.caution, flow.run = caution, f"{folder} ({recipe}), stage {stage}"
             flow.parts = read_parts(event)
             flow.groups = tuple(GroupFacts(**vars(group)) for group in event.groups)
             reports.setdefault(stage, {})

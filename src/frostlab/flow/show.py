@@ -214,6 +214,8 @@ def flow_page(flow: "Flow", folder: Path) -> list[Path]:
 
 
 _PAGE = """
+{% if run %}<p>Run <strong>{{ run }}</strong></p>{% endif %}
+
 <p>{{ optimizer }}, {{ reports }}, steps {{ first }} to {{ last }}</p>
 {% if caution %}<p>Caution: {{ caution }}</p>{% endif %}
 <p class="verdict{{ " alarm" if alarm }}">{{ sentence }}</p>
@@ -249,7 +251,8 @@ The range (largest minus smallest weight) of a tensor in the first two layers ch
 <table class="numbers"><thead><tr>
 {% for title in titles %}<th scope="col">{{ title }}</th>{% endfor %}</tr></thead><tbody>
 {% for row in rows %}
-<tr><td>{{ row.name }}</td>{% for number in row.numbers %}<td>{{ number }}</td>{% endfor %}
+<tr><td>{{ row.name }}</td>{% for number in row.numbers %}
+<td data-title="{{ titles[loop.index] }}">{{ number }}</td>{% endfor %}
 <td{% if row.alarm %} class="alarm"{% endif %}>{{ row.word }}</td></tr>
 {% endfor %}
 </tbody></table></div>
@@ -262,6 +265,7 @@ def page_of(flow: "Flow") -> str:
     return render(
         _PAGE,
         title=f"Gradient flow of {flow.model}",
+        run=flow.run,
         optimizer=flow.optimizer,
         reports=counted(len(flow.reports), "reports"),
         caution=flow.caution,

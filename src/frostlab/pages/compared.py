@@ -1,6 +1,6 @@
 """The report of a comparison: what was found, how far to trust it, and every number behind it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,21 +10,22 @@ from frostlab.comparison.oelm_json import QUESTIONS, arm_key
 from frostlab.comparison.verdict import MEANINGS
 from frostlab.errors import BadInput
 from frostlab.pages import compared_facts as facts
+from frostlab.pages import compared_figures as drawn
 from frostlab.pages import compared_tables as tables
-from frostlab.pages import figures, record
+from frostlab.pages import record
 from frostlab.pages.compared_tables import COMPARISON, DOUBTFUL
 from frostlab.pages.content import (
     Block,
     Cell,
     Document,
-    Figure,
     Paragraph,
     Records,
     Section,
     item,
     words,
 )
-from frostlab.text import NONE, plain
+from frostlab.pages.curves import Curve
+from frostlab.text import plain
 
 EVIDENCE = "evidence.json"
 GAIN = (
@@ -76,6 +77,11 @@ class Compared:
         alarm = confounded or not timing.proven or timing.arms[name].flag is not None
         return item(*pieces, alarm=alarm, lead=f"Time of a step, {plain(name)}:")
 
+    @cached_property
+    def curves(self) -> dict[str, list[Curve]]:
+        """Curves of the finished runs by arm, read once from their events."""
+        return drawn.read_curves(self)
+
     def cell(self, *keys: str | int, format: str = "number", alarm: bool = False) -> Cell:
         """Return the cell of a value of evidence.json."""
         return self.records.cell(EVIDENCE, *keys, format=format, alarm=alarm)
@@ -88,8 +94,8 @@ def document(folder: Path, language: str) -> Document:
         raise BadInput(f"{folder} has no {EVIDENCE}: the comparison is not finished")
     compared = Compared(folder, evidence, Records(folder), language)
     sections = []
-    for name, title, make in SECTIONS:
-        if blocks := make(compared):
+    for name, title, makers in SECTIONS:
+        if blocks := [block for make in makers for block in make(compared)]:
             sections.append(Section(name, title, tuple(blocks)))
     plan = compared.evidence.plan
     return Document(
@@ -117,7 +123,7 @@ def _question(compared: Compared) -> str:
 
 def _first_screen(compared: Compared) -> list[Block]:
     blocks: list[Block] = [*_cautions(compared), *_findings(compared), *_doubts(compared)]
-    if (figure := _paired_figure(compared)) is not None:
+    if (figure := drawn.paired_differences(compared)) is not None:
         blocks.append(figure)
     return blocks
 
@@ -141,9 +147,9 @@ def _findings(compared: Compared) -> list[Paragraph]:
     evidence, metric = compared.evidence, plain(compared.evidence.rules.metric)
     blocks = []
     for name in compared.others:
-        verdict, lead = evidence.verdicts[name], f"{plain(name)}:"
+        verdict = evidence.verdicts[name]
         if verdict.word in DOUBTFUL:
-            blocks.append(item(_sentence(compared, "verdicts", name), alarm=True, lead=lead))
+            blocks.append(item(_sentence(compared, "verdicts", name), alarm=True))
             continue
         pieces: list[str | Cell] = [compared.cell("verdicts", name, "word", format="text")]
         if verdict.paired is not None:
@@ -151,11 +157,13 @@ def _findings(compared: Compared) -> list[Paragraph]:
                        compared.cell("verdicts", name, "paired", format="effect"), " over ",
                        compared.cell("verdicts", name, "paired", "n", format="count"),
                        " paired seeds"]  # fmt: skip
+        if verdict.word == "no difference found" and verdict.margin is not None:
+            pieces += ["; ", *_cost(compared, name)]
         if verdict.word == "no difference found" and verdict.could_have_seen is not None:
             pieces += ["; a true difference of ",
                        compared.cell("verdicts", name, "could_have_seen"),
                        " would be found in 8 of 10 such comparisons"]  # fmt: skip
-        blocks.append(item(*pieces, ".", lead=lead))
+        blocks.append(item(*pieces, ".", lead=f"{plain(name)}:"))
     return blocks + [compared.time_of(name) for name in compared.others if evidence.timing]
 
 
@@ -167,6 +175,13 @@ def _doubts(compared: Compared) -> list[Paragraph]:
             status = compared.records.cell(COMPARISON, "overview", number, "status", format="text")
             blocks.append(item(f"{plain(arm)}: ", status, ".", alarm=True))
     blocks += facts.confounds(compared)
+    blocks += [
+        item(compared.cell("verdicts", name, "together", format="list"),
+             " differ together, so none of them alone is shown to be the cause.", alarm=True,
+             lead=f"{plain(name)}:")
+        for name, verdict in evidence.verdicts.items()
+        if verdict.together
+    ]  # fmt: skip
     if evidence.timing is not None and not evidence.timing.proven:
         blocks.append(item("The times of steps are unproven: ",
                            compared.cell("timing", "reasons", format="list"), ".",
@@ -207,55 +222,6 @@ def _is_doubt(note: str) -> bool:
     return not note.startswith("look ")
 
 
-def _paired_figure(compared: Compared) -> Figure | None:
-    """Draw each seed's paired difference from the baseline, with the interval of the verdict."""
-    evidence, metric = compared.evidence, compared.evidence.rules.metric
-    ratio = evidence.rules.log
-    base = {run.seed: run.metrics.get(metric) for run in evidence.arms[evidence.baseline].finished}
-    seeds, effects = [], []
-    for name in compared.others:
-        verdict = evidence.verdicts[name]
-        for run in evidence.arms[name].finished:
-            own, other = run.metrics.get(metric), base.get(run.seed)
-            if own is None or other is None or (ratio and other == 0):
-                continue
-            value = own / other if ratio else own - other
-            seeds.append({"arm": name, "seed": run.seed, "value": value, "text": f"{value:+.4g}"})
-        effects.append({"arm": name, **_effect_row(verdict, ratio)})
-    if not seeds:
-        return None
-    what = (
-        f"{metric} / that of {evidence.baseline}"
-        if ratio
-        else f"{metric} − that of {evidence.baseline}"
-    )
-    better = "smaller is better" if evidence.rules.lower_is_better else "larger is better"
-    chart = figures.paired_differences(
-        seeds, effects, compared.arms, f"{plain(what)} ({better})", ratio
-    )
-    caption = (
-        "Each dot is one seed's difference between an arm and the baseline, the thick line the "
-        "interval of the verdict with the effect marked, the dashed line no difference. A true "
-        "effect inside the grey bar would be missed in more than 2 of 10 such comparisons."
-    )
-    return Figure("paired-differences", "Difference from the baseline, seed by seed", chart,
-                  caption, [*seeds, *effects], (EVIDENCE,))  # fmt: skip
-
-
-def _effect_row(verdict: ArmVerdict, ratio: bool) -> dict[str, float | str | None]:
-    paired, seen = verdict.paired, verdict.could_have_seen
-    row: dict[str, float | str | None] = {
-        "effect": paired.effect if paired else None,
-        "low": paired.low if paired else None,
-        "high": paired.high if paired else None,
-        "text": str(paired) if paired else NONE,
-    }
-    if seen is not None:
-        low, high = (1 / (1 + seen), 1 + seen) if ratio else (-seen, seen)
-        row |= {"seen_low": low, "seen_high": high, "seen": f"{seen:.3g}"}
-    return row
-
-
 # Sections
 
 
@@ -268,14 +234,12 @@ def _arms(compared: Compared) -> list[Block]:
     """Describe each arm, and show all of them in the overview table."""
     blocks: list[Block] = []
     for number, arm in enumerate(compared.evidence.plan.arms):
-        pieces: list[str | Cell] = [
-            "(the baseline) " * (arm.name == compared.evidence.baseline),
-            compared.cell("arms", arm.name, "does", format="text"),
-        ]
+        pieces: list[str | Cell] = [compared.cell("arms", arm.name, "does", format="text")]
         for key in arm.set:
             value = compared.cell("plan", "arms", number, "set", key, format="json")
             pieces += [f"; {plain(key)} ", value]
-        blocks.append(item(*pieces, ".", lead=f"{plain(arm.name)}:"))
+        mark = " (the baseline)" if arm.name == compared.evidence.baseline else ""
+        blocks.append(item(*pieces, ".", lead=f"{plain(arm.name)}{mark}:"))
     return [*blocks, *tables.overview(compared)]
 
 
@@ -283,10 +247,9 @@ def _verdicts(compared: Compared) -> list[Block]:
     """Return every verdict in a full sentence, and the tests of the comparison itself."""
     evidence = compared.evidence
     blocks: list[Block] = [
-        item(_sentence(compared, "verdicts", name), alarm=verdict.word in DOUBTFUL,
-             lead=f"{plain(name)}:")
+        item(_sentence(compared, "verdicts", name), alarm=verdict.word in DOUBTFUL)
         for name, verdict in evidence.verdicts.items()
-    ]  # fmt: skip
+    ]
     blocks += _notes(compared, only_doubts=False)
     if evidence.timing is not None:
         blocks += [compared.time_of(name) for name in compared.others]
@@ -457,22 +420,25 @@ def _orthogonality(compared: Compared) -> list[str | Cell]:
             *_note_pieces(compared, verdict, "orthogonality"), scale]  # fmt: skip
 
 
-SECTIONS: tuple[tuple[str, str, Callable[[Compared], list[Block]]], ...] = (
-    ("verdicts", "Verdicts", _verdicts),
-    ("questions", "The questions", _questions),
-    ("arms", "The arms", _arms),
-    ("performance", "Performance", tables.performance),
-    ("time", "Time", tables.times),
-    ("convergence", "Convergence", tables.convergence),
-    ("tuning", "Tuning", tables.tuning),
-    ("stages", "Stages", tables.stages),
-    ("subjects", "Subjects", tables.subjects),
-    ("gradients", "Gradient flow", tables.gradients),
-    ("differences", "What differs between the arms", facts.differences),
-    ("data", "Data", facts.data),
-    ("environment", "Environment", facts.environment),
-    ("rules", "The rules fixed beforehand", facts.rules),
-    ("runs", "Every run", facts.runs),
-    ("notes", "Notes and tags", facts.notes),
-    ("methods", "Methods", facts.methods),
+Make = Callable[[Compared], Sequence[Block]]  # the blocks of a section; none if it does not apply
+SECTIONS: tuple[tuple[str, str, tuple[Make, ...]], ...] = (
+    ("verdicts", "Verdicts", (_verdicts,)),
+    ("questions", "The questions", (_questions,)),
+    ("arms", "The arms", (_arms,)),
+    ("performance", "Performance", (drawn.metric_bars, tables.performance)),
+    ("curves", "Training curves", (drawn.training_curves,)),
+    ("time", "Time", (drawn.time_ratios, tables.times, drawn.time_bars, drawn.step_times)),
+    ("convergence", "Convergence", (drawn.cost_curves, tables.convergence)),
+    ("tuning", "Tuning", (drawn.tuning, tables.tuning)),
+    ("stages", "Stages", (tables.stages,)),
+    ("subjects", "Subjects", (tables.subjects,)),
+    ("gradients", "Gradient flow", (drawn.gradient_flow, tables.gradients)),
+    ("share", "Parameters and memory", (drawn.trained_share, drawn.parameters)),
+    ("differences", "What differs between the arms", (facts.differences,)),
+    ("data", "Data", (facts.data,)),
+    ("environment", "Environment", (facts.environment,)),
+    ("rules", "The rules fixed beforehand", (facts.rules,)),
+    ("runs", "Every run", (facts.runs,)),
+    ("notes", "Notes and tags", (facts.notes,)),
+    ("methods", "Methods", (facts.methods,)),
 )

@@ -151,7 +151,7 @@ def environment(compared: "Compared") -> list[Block]:
             "revision": "revision of the pretrained weights"}  # fmt: skip
     rows: list[Row] = [[title, compared.cell("made", key, format="text")]
                        for key, title in keys.items()]  # fmt: skip
-    measured = {"gpu": ("GPU", "text"), "cuda_version": ("CUDA", "text"),
+    measured = {"gpu": ("GPU", "text"),
                 "gpu_temp_start": ("GPU temperature at the start, °C", "number"),
                 "gpu_temp_end": ("GPU temperature at the end, °C", "number")}  # fmt: skip
     rows += [[title, compared.records.cell(COMPARISON, "environment", key, format=form)]

@@ -81,40 +81,60 @@ def _all_finished(compared: "Compared", arm: str) -> bool:
 
 
 def performance(compared: "Compared") -> list[Block]:
-    """Return the table of the metric that is judged, and of the further ones."""
-    metric, split = compared.evidence.rules.metric, "the split that selects the weights"
-    best = _BEST.get(metric, f"best_{metric}")
-    rows = []
+    """Return the tables of the metric that is judged, of training, and of the further metrics."""
+    metric = compared.evidence.rules.metric
+    rows: list[Row] = []
     for name in compared.arms:
         other = name in compared.others
         rows.append([
             arm_name(compared, name),
-            compared.cell("arms", name, "runs", format="finished runs",
-                          alarm=not _all_finished(compared, name)),
             compared.cell("arms", name, "metrics", metric, format="summary"),
             compared.cell("verdicts", name, "paired", format="effect") if other else "",
-            compared.of_arm(name, "vs_baseline", "retained", format="share") if other else "",
             word(compared, name, "verdicts", name),
-            compared.of_arm(name, "performance", "while_training", best),
+            compared.of_arm(name, "vs_baseline", "retained", "share", format="short percent"),
             compared.of_arm(name, "performance", "while_training", "final_loss"),
             compared.cell("convergence", "arms", name, "spent", "steps", format="summary"),
             compared.cell("arms", name, "parameters", format="trainable share"),
-            compared.cell("arms", name, "runs", format="clipped steps"),
         ])  # fmt: skip
-    head = ["arm", "finished", metric, "against the baseline", "retained", "verdict",
-            "best while training", "final loss", "steps to target", "trainable",
-            "clipped"]  # fmt: skip
+    head = ["arm", f"best {metric}", "against the baseline", "verdict", "retained", "final loss",
+            "steps to target", "trainable"]  # fmt: skip
     note = (
-        f"{plain(metric)}: mean ± standard deviation over the runs that finished and can be "
+        f"Best {plain(metric)}: mean ± standard deviation over the runs that finished and can be "
         "paired, of the best weights on the reporting split. Against the baseline: the effect over "
         "paired seeds with its interval, a ratio if it ends in ×; all intervals hold "
         "simultaneously. Retained: the share of the baseline's value that the arm has (of "
-        "perplexity and loss the reverse), above 100 % if it is better. Best while training and "
-        f"final loss: on {split}. Clipped: the share of steps whose gradient was clipped; frozen "
-        "weights do not count in the gradient's norm."
+        "perplexity and loss the reverse), above 100 % if it is better. Final loss: of the last "
+        "evaluation on the split that selects the weights."
     )
-    blocks: list[Block] = [table("performance", "What every arm reached", head, rows, note)]
-    return blocks + _further_metrics(compared)
+    return [
+        table("performance", "What every arm reached", head, rows, note),
+        _while_training(compared),
+        *_further_metrics(compared),
+    ]
+
+
+def _while_training(compared: "Compared") -> Table:
+    metric = compared.evidence.rules.metric
+    best = _BEST.get(metric, f"best_{metric}")
+    rows: list[Row] = [
+        [arm_name(compared, name),
+         compared.cell("arms", name, "runs", format="finished runs",
+                       alarm=not _all_finished(compared, name)),
+         compared.of_arm(name, "performance", "while_training", best),
+         compared.of_arm(name, "performance", "epochs"),
+         compared.cell("arms", name, "parameters", "trainable", format="count"),
+         compared.cell("arms", name, "parameters", "total", format="count"),
+         compared.cell("arms", name, "runs", format="clipped steps")]
+        for name in compared.arms
+    ]  # fmt: skip
+    head = ["arm", "runs finished", f"best {metric} while training", "epochs", "trained parameters",
+            "all parameters", "clipped steps"]  # fmt: skip
+    note = (
+        "Best while training: on the split that selects the weights. Clipped steps: the share "
+        "whose gradient was clipped; frozen weights do not count in the gradient's norm, so an arm "
+        "that freezes weights may be clipped less."
+    )
+    return table("training", "While training", head, rows, note)
 
 
 def _further_metrics(compared: "Compared") -> list[Block]:
@@ -142,16 +162,18 @@ def beside_verdicts(compared: "Compared") -> list[Block]:
         rows.append([
             arm_name(compared, name),
             compared.cell(*keys, format="adjusted p"),
+            compared.of_arm(name, "vs_baseline", "retained", format="share"),
             compared.cell(*keys, "could_have_seen"),
             compared.cell(*keys, "improvement"),
             compared.cell(*keys, "margin", "probability_above", format="probability"),
             compared.cell(*keys, "anytime", format=ends),
             compared.cell(*keys, "population", format="effect"),
         ])  # fmt: skip
-    head = ["arm", "p", "could have been seen", "P(improvement)", "P(cost > margin)",
+    head = ["arm", "p", "retained", "could have been seen", "P(improvement)", "P(cost > margin)",
             "however often one looks", "for other test examples"]  # fmt: skip
     note = (
-        "p is multiplied by the number of statements. Could have been seen: the smallest true "
+        "p is multiplied by the number of statements. Retained: the share of the baseline's value, "
+        "with its interval. Could have been seen: the smallest true "
         "difference that would be found in 8 of 10 such comparisons. P(improvement): how often a "
         "run of the arm beats a run of the baseline, over all pairs of runs. P(cost > margin): "
         "posterior probability under a flat prior. However often one looks: an interval that stays "

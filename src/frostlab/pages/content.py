@@ -23,8 +23,7 @@ from frostlab.text import NONE, hms, number, plain
 _MEBIBYTE = 2**20
 _SMALLEST = 0.0001  # probability that is shown as a number
 _WORDS = frozenset({  # formats of texts; all others show numbers
-    "text", "json", "list", "file name", "looks", "short digest",
-    "verdict", "verdict counts",
+    "text", "json", "list", "file name", "looks", "short digest", "verdict", "verdict counts",
 })  # fmt: skip
 
 
@@ -35,18 +34,6 @@ def _or_none(show: Callable[[Any], str]) -> Callable[[Any], str]:
 
 def _interval(effect: dict[str, Any]) -> str:
     return interval_text(effect["low"], effect["high"], effect["log"])
-
-
-def _verdict(verdict: dict[str, Any]) -> str:
-    """Show a verdict's word and, if there is one, its effect."""
-    effect = verdict["paired"]
-    return plain(verdict["word"]) + ("" if effect is None else f": {Effect(**effect)}")
-
-
-def _finished_runs(arms: dict[str, Any]) -> str:
-    """Show how many runs of all arms finished."""
-    finished = [run["status"] == "finished" for arm in arms.values() for run in arm["runs"]]
-    return f"{sum(finished):,} of {len(finished):,}"
 
 
 def _with_interval(values: dict[str, Any], key: str, form: str) -> str:
@@ -91,6 +78,18 @@ def _clipped(runs: list[dict[str, Any]]) -> str:
     return f"{fmean(shares):.1%}" if shares else NONE
 
 
+def _verdict(verdict: dict[str, Any]) -> str:
+    """Show a verdict's word and, if there is one, its effect."""
+    effect = verdict["paired"]
+    return plain(verdict["word"]) + ("" if effect is None else f": {Effect(**effect)}")
+
+
+def _finished_runs(arms: dict[str, Any]) -> str:
+    """Show how many runs of all arms finished."""
+    finished = [run["status"] == "finished" for arm in arms.values() for run in arm["runs"]]
+    return f"{sum(finished):,} of {len(finished):,}"
+
+
 FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a record into text
     name: _or_none(show)
     for name, show in dict[str, Callable[[Any], str]]({
@@ -132,9 +131,6 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
         "seconds of rounds": lambda value: f"{', '.join(map(number, value))} s",
         "subjects better": lambda value: f"{value['better']} of {value['n']}",
         "trainable share": lambda value: f"{value['trainable'] / value['total']:.1%}",
-        "verdict": _verdict,
-        "verdict counts": lambda value: ", ".join(f"{n} {word}" for word, n in value.items()),
-        "finished runs of arms": _finished_runs,
         "adjusted p": _adjusted_p,
         "reached": lambda value: f"{value['reached']} of {value['runs']}",
         "share": lambda value: _with_interval(value, "share", "{:.1%}"),
@@ -149,6 +145,9 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
         "time confidence": lambda value: f"{100 * (1 - _rules(value).time_level):.4g} %",
         "looks": lambda value: _rules(value).history() or NONE,
         "step ratio": lambda value: _with_interval(value, "ratio", "{:.4f}"),
+        "verdict": _verdict,
+        "verdict counts": lambda value: ", ".join(f"{n} {word}" for word, n in value.items()),
+        "finished of all arms": _finished_runs,
     }).items()
 }  # fmt: skip
 
@@ -207,7 +206,7 @@ class Figure:
 
     name: str  # of the files, without their ending
     title: str
-    chart: Any  # an Altair chart without a theme
+    chart: Any  # an Altair chart, or its specification, without a theme
     caption: str  # what it shows, in words
     rows: Sequence[dict[str, Any]]  # the data that it draws
     files: tuple[str, ...] = ()  # records that the data come from
@@ -243,10 +242,10 @@ class Document:
     arms: tuple[str, ...] = ()  # that can be switched on and off in the figures
     language: str = "en"
     problems: tuple[str, ...] = field(default=())  # parts of the report that could not be made
-    caution: str | None = None  # a warning that every file with numbers repeats
+    record: tuple[Section, ...] = ()  # the short record in report.md; without one, all sections
     # records that are written with the report, because it has numbers that no other record holds
     records: dict[str, Any] = field(default_factory=dict)  # by file name
-    record: tuple[Section, ...] = ()  # the short record in report.md; without one, all sections
+    caution: str | None = None  # a warning that every file with numbers repeats
 
     def blocks(self) -> list[Block]:
         """Return all blocks in order."""

@@ -178,7 +178,7 @@ def _findings(compared: "Compared") -> list[Block]:
     evidence = compared.evidence
     blocks: list[Block] = [
         item(compared.cell("verdicts", name, "sentence", format="text"),
-             alarm=verdict.word in DOUBTFUL, lead=f"{plain(name)}:")
+             alarm=verdict.word in DOUBTFUL)
         for name, verdict in evidence.verdicts.items()
     ]  # fmt: skip
     if evidence.timing is not None:

@@ -23,6 +23,7 @@ from frostlab.pages import compared, unfinished
 from frostlab.pages.compared import EVIDENCE
 from frostlab.pages.content import Document
 from frostlab.pages.document import page
+from frostlab.pages.languages import LANGUAGES
 from frostlab.pages.record import markdown
 from frostlab.pages.several import many
 from frostlab.pages.tables import table_files
@@ -31,7 +32,6 @@ from frostlab.storage import Lock, file_digest, read_json, remove_temporary
 from frostlab.text import plain, wrapped
 
 PAGE, RECORD, LISTING = "report.html", "report.md", "report.json"
-LANGUAGES = ("en", "zh", "ja")
 _SCHEMA = 1  # version of report.json
 _LINE = 90  # characters of a line below a figure's title
 _TEMPORARY = "report"  # part of the temporary folder's name

@@ -30,7 +30,7 @@ def step_times(evidence: Evidence) -> str:
         for name, arm in timing.arms.items()
     ]
     confidence = f"{100 * (1 - evidence.rules.time_level):.4g} % over all arms"
-    head = ["arm", "ms a step", f"ratio [{confidence}]", "FLOPs allow", "", "peak memory",
+    head = ["arm", "ms a step", f"ratio [{confidence}]", "FLOPs allow", "remark", "peak memory",
             "optimizer", "trained weights"]  # fmt: skip
     stopped = "the time was up" if timing.stopped_by == "time" else "all intervals were narrow"
     proof = "proven" if timing.proven else f"**unproven**: {escaped('; '.join(timing.reasons))}"
@@ -91,7 +91,7 @@ def run_times(evidence: Evidence) -> str:
     if evidence.rounds:
         rows.append(["alternating runs", *(_rounds(times[name]) for name in arms), "stability"])
         note += " The alternating runs are extra runs, one at a time, arm after arm."
-    return f"{markdown(['', *arms, 'shows'], rows)}\n\n{note}"
+    return f"{markdown(['time', *arms, 'shows'], rows)}\n\n{note}"
 
 
 def _total(times: ArmTimes, gap: TotalGap | None) -> str:

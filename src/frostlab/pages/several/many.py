@@ -407,7 +407,7 @@ def _list(several: Several) -> list[Block]:
         rows.append((
             link, "finished",
             several.cell(member, "plan", "seeds", format="length"),
-            several.cell(member, "arms", format="finished runs of arms", alarm=bad),
+            several.cell(member, "arms", format="finished of all arms", alarm=bad),
             several.cell(member, "made", "ended", format="text"),
         ))  # fmt: skip
     begun = {(member.group, Path(member.name).name) for member in several.members}
