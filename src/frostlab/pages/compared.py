@@ -110,6 +110,7 @@ def document(folder: Path, language: str) -> Document:
         sections=tuple(sections),
         arms=compared.arms,
         language=language,
+        caution=compared.evidence.caution,
         record=record.of_comparison(compared),
     )
 

@@ -103,8 +103,8 @@ def performance(compared: "Compared") -> list[Block]:
         "paired, of the best weights on the reporting split. Against the baseline: the effect over "
         "paired seeds with its interval, a ratio if it ends in ×; all intervals hold "
         "simultaneously. Retained: the share of the baseline's value that the arm has (of "
-        "perplexity and loss the reverse), more than all of it if the arm is better. Final loss: of the last "
-        "evaluation on the split that selects the weights."
+        "perplexity and loss the reverse), more than all of it if the arm is better. Final loss: "
+        "of the last evaluation on the split that selects the weights."
     )
     return [
         table("performance", "What every arm reached", head, rows, note),

@@ -292,6 +292,7 @@ class Document:
     record: tuple[Section, ...] = ()  # the short record in report.md; without one, all sections
     # records that are written with the report, because it has numbers that no other record holds
     records: dict[str, Any] = field(default_factory=dict)  # by file name
+    caution: str | None = None  # a warning that every file with numbers repeats
 
     def blocks(self) -> list[Block]:
         """Return all blocks in order."""
