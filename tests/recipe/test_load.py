@@ -242,7 +242,7 @@ ERRORS = [
     ("tokenizer={kind: words, also: [train]}", "tokenizer.also.0 = 'train' should be", "tune"),
     ("seed=true", "seed = True should be a whole number", ""),
     ("optim.lr", "should be key=value", ""),
-    ("optim.lr=[1", "is not a YAML value", ""),
+    ("optim.lr=[1", "is not a valid value", ""),
 ]  # fmt: skip
 
 

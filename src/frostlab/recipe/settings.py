@@ -75,8 +75,8 @@ class Train(Strict):
     drop_last: bool = False  # leave out the examples of an epoch that do not fill a batch
     epochs: Positive | None = None
     steps: Positive | None = None
-    # padded: to the longest example of a batch; bucketed: so, with examples of similar length in a
-    # batch; fixed: to data.length; packed: several examples share a row, without padding
+    # padded: to the longest example of a batch; bucketed: the same, with examples of similar length
+    # in a batch; fixed: to data.length; packed: several examples share a row, without padding
     batching: Literal["bucketed", "packed", "padded", "fixed"] = "bucketed"
     step: StepKind = "auto"  # captured: as CUDA graphs; auto: captured if possible, else eager
     # where to cache the outputs of the frozen first layers; null: not at all
