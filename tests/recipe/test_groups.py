@@ -89,5 +89,5 @@ def test_a_wrong_group_is_refused_in_one_line(
 def test_groups_that_are_not_there() -> None:
     with pytest.raises(BadInput, match="no group is called 'phase33'; did you mean `phase3`"):
         load_group("phase33")
-    with pytest.raises(BadInput, match=r"nowhere\.yaml: cannot be read"):
+    with pytest.raises(BadInput, match=r"nowhere\.yaml cannot be read"):
         load_group("nowhere.yaml")

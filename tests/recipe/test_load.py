@@ -278,7 +278,7 @@ def test_settings_of_python_are_named_by_their_key() -> None:
         ("- a\n- b", "should be a mapping of `key: value`, not list"),
         ("extends: docstring-gpt", "did you mean `docstrings-gpt`?"),
         ("extends: me.yaml", "extends itself"),
-        ("extends: gone.yaml", "gone.yaml: cannot be read (No such file or directory)"),
+        ("extends: gone.yaml", "gone.yaml cannot be read (No such file or directory)"),
         ("extends: 3", "extends = 3 should be the name of a recipe"),
         ("optim: {lr: 2024-01-01}", "optim.lr = '2024-01-01' should be a number"),
         ("optim:\n  lr: -1\n", "me.yaml: optim.lr = -1 should be greater than 0"),

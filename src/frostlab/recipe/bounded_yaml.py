@@ -36,21 +36,21 @@ def parse_mapping(text: str, where: str) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise BadInput(f"{where}: should be a mapping of `key: value`, not {type(values).__name__}")
+        raise BadInput(f"{where} should be a mapping of `key: value`, not {type(values).__name__}")
     return values
 
 
 def parse_yaml(text: str, where: str) -> Any:
     """Parse a YAML text; the error for an invalid text is one line that begins with `where`."""
     if len(text) > _MOST_TEXT:
-        raise BadInput(f"{where}: more than {_MOST_TEXT >> 10} KiB of YAML")
+        raise BadInput(f"{where} has more than {_MOST_TEXT >> 10} KiB of YAML")
     try:
         value = yaml.load(text, _Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise BadInput(f"{where}{line}: {plain(short(str(error.problem), 200))}") from None
     except Exception as error:  # PyYAML raises errors of many kinds, such as OverflowError
-        raise BadInput(f"{where}: not YAML ({first_line(error)})") from None
+        raise BadInput(f"{where} is not YAML ({first_line(error)})") from None
     check_plain(value, where)
     return value
 

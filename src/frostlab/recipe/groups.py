@@ -199,7 +199,7 @@ def load_group(name: str) -> Group:
         try:
             return group_from(read_yaml(path), path.name.rpartition(".")[0], name, path.parent)
         except FileNotFoundError as error:
-            raise BadInput(f"{path}: cannot be read ({error.strerror})") from None
+            raise BadInput(f"{path} cannot be read ({error.strerror})") from None
     if name not in group_names():
         raise BadInput(
             f"no group is called {shown(name)}{nearest(name, group_names())} "

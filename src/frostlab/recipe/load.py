@@ -138,7 +138,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     key = SettingKey(path.strip())
     key.text = plain(short(f"--set {text}", _MOST_TEXT))
     if not equals or not all(key.split(".")):
-        raise BadInput(f"{key.text}: should be key=value, e.g. optim.lr=1e-4")
+        raise BadInput(f"{key.text} should be key=value, e.g. optim.lr=1e-4")
     try:
         return key, parse_yaml(value, key.text)
     except BadInput as error:
@@ -231,7 +231,7 @@ def _find(name: str, origin: Path | None) -> _File:
         try:
             return _File(read_yaml(path), str(path), os.path.realpath(path), path.parent)
         except FileNotFoundError as error:
-            raise BadInput(f"{path}: cannot be read ({error.strerror})") from None
+            raise BadInput(f"{path} cannot be read ({error.strerror})") from None
     shipped = _files("frostlab.recipes")
     if name not in shipped:
         raise BadInput(
@@ -408,7 +408,7 @@ def _add_file(name: str, layers: Layers, origin: Path | None, children: Files) -
     chain = children | {file.identity: file.label}
     if file.identity in children:
         shown_chain = " → ".join([*children.values(), file.label])
-        raise BadInput(f"{file.label}: extends itself ({shown_chain})")
+        raise BadInput(f"{file.label} extends itself ({shown_chain})")
     if len(chain) > _MOST_PARENTS:
         raise BadInput(
             f"{file.label} ends a chain of more than {_MOST_PARENTS} recipes, each of which "

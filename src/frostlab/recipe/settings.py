@@ -76,7 +76,7 @@ class Train(Strict):
     epochs: Positive | None = None
     steps: Positive | None = None
     # padded: to the longest example of a batch; bucketed: the same, with examples of similar length
-    # in a batch; fixed: to data.length; packed: several examples share a row, without padding
+    # in a batch; fixed: to data.length; packed: the examples of a micro-batch share one row
     batching: Literal["bucketed", "packed", "padded", "fixed"] = "bucketed"
     step: StepKind = "auto"  # captured: as CUDA graphs; auto: captured if possible, else eager
     # where to cache the outputs of the frozen first layers; null: not at all

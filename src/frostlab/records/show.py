@@ -42,7 +42,7 @@ class _Run:
     events: list[Event]  # without events that a resumed run repeated
     damaged_events: list[str]  # the reason for each unreadable line
     recipe: dict[str, Any] | None
-    recipe_file_digest: str | None  # of recipe.yaml as it is now
+    recipe_file_digest: str | None  # digest of the recipe in recipe.yaml as it is now
     differences: dict[str, Any] | None  # settings that are not the default, by dotted key
     environment: dict[str, Any] | None
     data: DataRecord | None
@@ -79,7 +79,7 @@ def show_json(folder: Path) -> dict[str, Any]:
 
 
 def show(folder: Path, width: int | None = None) -> str:
-    """Format a run: configuration, results, clocks, parameters, environment, notes.
+    """Format a run as text, in sections such as configuration, results, clocks and notes.
 
     Lines that are longer than `width` are continued on the next line.
     """
@@ -233,7 +233,7 @@ def _data(data: DataRecord) -> list[str]:
 
 
 def _remarks(data: DataRecord) -> Iterator[str]:
-    """Yield the source of each split, and the reasons for which its rows were dropped."""
+    """Yield each split's source, the split that it was taken from, and why rows were dropped."""
     sources: dict[str, list[str]] = {}
     for name, split in data.splits.items():
         sources.setdefault(split.source, []).append(name)
