@@ -227,7 +227,10 @@ def group_from(values: dict[str, Any], name: str, label: str, folder: Path | Non
         problem = error.errors()[0]
         key = shown_key(".".join(map(str, problem["loc"])))
         if problem["type"] == "extra_forbidden":
-            kinds = {"experiments": Experiment, "interactions": Interaction}
+            kinds: dict[str, type[Strict]] = {
+                "experiments": Experiment,
+                "interactions": Interaction,
+            }
             kind = kinds.get(str(problem["loc"][0]), Group)
             hint = nearest(str(problem["loc"][-1]), kind.model_fields)
             raise BadInput(f"{label}: {key} is not a key of a group{hint}") from None

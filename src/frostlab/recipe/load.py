@@ -484,8 +484,8 @@ def _describe(path: list[Any], errors: list[ErrorDetails], values: dict[str, Any
     """Describe the errors of one value in one line that names its key."""
     key, kind = shown_key(".".join(map(str, path))), errors[0]["type"]
     value = _at(values, path)
-    if kind == "value_error":
-        reason = str(errors[0].get("ctx", {}).get("error", errors[0]["msg"]))
+    if precise := [details for details in errors if details["type"] == "value_error"]:
+        reason = str(precise[0].get("ctx", {}).get("error", precise[0]["msg"]))
         return f"{key}: {reason}" if key else reason
     if kind == "extra_forbidden":
         return f"{key} is not a key{_key_suggestion(path, values)}"

@@ -113,8 +113,8 @@ class Train(Strict):
             raise ValueError("cache_prefix skips layers, which parallel fsdp cannot do; use ddp")
         if self.batch % (self.accumulate * (self.processes or 1)):
             raise ValueError(
-                f"batch {self.batch} cannot be shared by {self.processes or 1} processes × "
-                f"{self.accumulate} accumulated micro-batches"
+                f"batch {self.batch} is not a multiple of accumulate {self.accumulate} × "
+                f"processes {self.processes or 1}"
             )
         return self
 
