@@ -127,7 +127,7 @@ def test_inspect_shows_every_kind(name: str, in_this_process: Command) -> None:
         (("inspect", "imdb-gtp"), "did you mean `imdb-gpt`?"),
         (("inspect", "imdb-gpt", "--set", "optim.lt=1"), "did you mean `lr`?"),
         (("inspect", "gpt2", "--set", "seed=1"), "--set is for a recipe; gpt2 is not one"),
-        (("inspect", "nowhere.yaml"), "nowhere.yaml: cannot be read (No such file"),
+        (("inspect", "nowhere.yaml"), "nowhere.yaml cannot be read (No such file"),
         (("inspekt", "gpt2"), "inspekt"),
     ],
 )

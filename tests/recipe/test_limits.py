@@ -52,6 +52,14 @@ def test_generated_data_have_a_limit(
     assert problem in str(caught.value)
 
 
+def test_unseen_subjects_count_with_their_reported_recordings_only() -> None:
+    many = {"data.unseen": 10_000, "data.recordings": 60, "data.seconds": 60}
+    assert load_recipe("eeg-conformer-v2", many).data.name == "eeg-simulated"
+    problem = "and unseen 10000 × report 10, each of seconds 60, are 1675 hours; 1000 is the most"
+    with pytest.raises(BadInput, match=problem):
+        load_recipe("eeg-conformer-v2", {**many, "data.report": 10})
+
+
 BERT = {"kind": "pretrained", "name": "bert", "weights": False}
 SMALL = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 1000}
 

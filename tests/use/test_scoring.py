@@ -233,7 +233,7 @@ def test_recordings_that_do_not_fit_are_refused(listener: fl.Run, tmp_path: Path
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("text,label\nsun,cloudy\n", "label cloudy is not a class: dry, wet"),
+        ("text,label\nsun,cloudy\n", "label cloudy is not one of the classes dry, wet"),
         ("text,label\n", "holds no text"),
         ("", "holds no text"),
         ("words,label\nsun,dry\n", "no column text"),
