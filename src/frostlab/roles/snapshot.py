@@ -81,7 +81,7 @@ class Anatomy:
         return tuple(p for p in self.parts if p.state == "fixed")
 
     def table(self, width: int | None = None) -> str:
-        """Return the anatomy as text; runs of identical layers are shown once.
+        """Return the anatomy as text; adjacent layers that are alike are shown once.
 
         If it is wider than `width`, the layout is left out and long names are shortened.
         """
@@ -101,7 +101,7 @@ class Anatomy:
 
 
 _HEADER = ("role", "shape", "heads", "layout", "parameters", "state", "weight")
-_RIGHT = (4,)  # columns of numbers
+_RIGHT = (4,)  # right-aligned columns: parameters
 
 
 def _as_text(anatomy: Anatomy, width: int | None) -> str:
@@ -125,7 +125,10 @@ def _as_text(anatomy: Anatomy, width: int | None) -> str:
 
 
 def _narrow(table: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Align a table without the layout; long names of weights keep their end, without their tie."""
+    """Align a table without the layout.
+
+    A weight's name that is too long loses its remark `(also …)` and, if need be, its beginning.
+    """
     place = _HEADER.index("layout")
     rows = [(*row[:place], *row[place + 1 : -1]) for row in table]
     lines = columns(rows, right=(rows[0].index("parameters"),))

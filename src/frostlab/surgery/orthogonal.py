@@ -4,7 +4,8 @@ The orthonormal rows come from the current weights, from a Gaussian draw, or fro
 
 A Cholesky pass multiplies a matrix X by the inverse Cholesky factor of X·Xᵀ, which makes its rows
 orthonormal up to rounding. `orthonormal` uses one pass for well-conditioned matrices, two passes
-for other matrices, and torch's QR for nearly singular ones and where two passes are not precise.
+for other matrices, and torch's QR for those that are nearly singular or that two passes leave
+imprecise.
 """
 
 import math
@@ -27,7 +28,7 @@ Source = Literal["weights", "gaussian", "identity"]
 
 _ONE_PASS = 16.0  # up to this condition number, one Cholesky pass is precise enough
 _RUN = 512  # columns per partial product in a Gram matrix on a GPU
-_TINY = 1e-12  # with a matrix whose maximum is below this, or above 1 / this, rescale the batch
+_TINY = 1e-12  # a batch is rescaled if a matrix's largest entry is below this or above 1 / this
 _AT_ONCE = 2**28  # elements that a GPU factorises in one batch: 1 GiB of float32
 _SINGULAR = 1e6  # above this condition number, QR replaces Cholesky
 _LIMIT = {torch.float32: 2e-6, torch.float64: 1e-13}  # largest accepted |Q·Qᵀ − I| after two passes

@@ -63,13 +63,15 @@ def _check(
 ) -> None:
     """Refuse shapes that do not fit together."""
     if not layers or len(factors) != len(layers):
-        raise BadInput(f"{len(factors)} weights for {len(layers)} supervised layers")
+        raise BadInput(f"head_loss: {len(factors)} weights are given for {len(layers)} layers")
     shapes = {tuple(layer.shape) for layer in layers}
     if shapes != {(*targets.shape, weight.shape[-1])}:
         expected = f"targets of {tuple(targets.shape)} and a head of {tuple(weight.shape)}"
-        raise BadInput(f"hidden states of {sorted(shapes)} do not fit {expected}")
+        raise BadInput(f"head_loss: hidden states of {sorted(shapes)} do not fit {expected}")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise BadInput(f"a bias of {tuple(bias.shape)} for a head of {tuple(weight.shape)}")
+        raise BadInput(
+            f"head_loss: a bias of {tuple(bias.shape)} does not fit a head of {tuple(weight.shape)}"
+        )
 
 
 class _HeadLoss(torch.autograd.Function):
