@@ -15,8 +15,8 @@ from frostlab.data.tokens import Tokens
 from frostlab.devices import prepares_kernels, to_device
 from frostlab.models.attention import Packing
 
-# Target of a position without a loss. Every other target of a text is a scored target; an EEG window
-# counts as one scored target.
+# Target of a position without a loss. Every other target of a text is a scored target, and every
+# EEG window counts as one.
 IGNORED = -100
 _POOL = 50  # batches per pool; `epoch_order` sorts the examples of a pool by length
 Rows = NDArray[np.int64]  # indices of examples; the index of an EEG window is its first sample
