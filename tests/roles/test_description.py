@@ -129,6 +129,8 @@ def test_bad_tables_are_refused(table: dict[str, str], message: str) -> None:
     assert message in str(error.value)
     with pytest.raises(fl.BadInput, match="did you mean `query`"):
         fl.fused("qury", "key")
+    with pytest.raises(ValueError, match="^33 rows cannot be divided into 8 of query, 8 of key$"):
+        fl.fused("query", "key").rows(33, fl.Heads(2, 2, 4))
 
 
 def test_rows_that_do_not_fit_the_heads_are_refused() -> None:

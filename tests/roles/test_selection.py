@@ -125,7 +125,7 @@ def test_a_tied_head_names_the_tie() -> None:
     assert "cls.predictions.transform.dense.weight" in rest
     assert "bert.embeddings.word_embeddings.weight" not in rest
     for selections in (("!head",), ("all", "!head")):
-        with pytest.raises(fl.BadInput, match="add `!embedding` to take both away"):
+        with pytest.raises(fl.BadInput, match="add `!embedding` to remove both"):
             keys(model, *selections)
     assert "transformer.wte.weight" not in keys(model, "!head", "!embedding")
     assert keys(model, "all", "embedding", "!head") == keys(model, "all")

@@ -209,7 +209,7 @@ def test_a_base_weight_that_moves_is_noticed() -> None:
 
 
 REFUSED = [
-    ("gpt", ["query", "value"], "blocks.0.qkv.weight holds query, key, value in one; select all"),
+    ("gpt", ["query", "value"], "blocks.0.qkv.weight holds query, key, value together; select"),
     ("gpt2", ["query", "key"], "c_attn.weight holds query, key, value in one"),
     ("llama", ["head"], "lm_head.weight belongs to the head, which learns without"),
     ("bert", ["embedding"], r"word_embeddings.weight .embedding. is not a projection of its own"),

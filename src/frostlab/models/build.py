@@ -281,10 +281,11 @@ def _apply_settings(config: Any, settings: PretrainedModel) -> None:
                 f"{nearest(key, defaults)}"
             )
         most = next((most for word, most in _MOST.items() if word in key), 2**24)
-        if isinstance(value, int | float) and abs(value) > most:
-            raise BadInput(f"model.config.{key} = {value} should be at most {most}")
         if isinstance(value, int | float) and typed(defaults[key], int) and value < 0:
             raise BadInput(f"model.config.{key} = {value} should not be negative")
+        if isinstance(value, int | float) and abs(value) > most:
+            limit = f"at most {most}" if value > 0 else f"at least {-most}"
+            raise BadInput(f"model.config.{key} = {value} should be {limit}")
         try:
             setattr(config, key, value)
         except Exception as error:  # configs validate values in different ways

@@ -273,7 +273,7 @@ class ChannelAttention(nn.Module):
     def __init__(self, config: ConformerConfig) -> None:
         super().__init__()
         width, bias = config.width, not config.published
-        self.slope = 0.01 if config.published else 0.0  # of LeakyReLU for negative inputs
+        self.slope = 0.01 if config.published else 0.0  # LeakyReLU's slope for negative inputs
         self.squeeze = nn.Linear(width, max(1, width // 16), bias=bias)
         self.excite = nn.Linear(max(1, width // 16), width, bias=bias)
 

@@ -50,7 +50,9 @@ class Fused:
         for role in without_heads:
             widths[role] = remaining // len(without_heads)
         if sum(widths.values()) * repeats != size:
-            raise ValueError(f"{size} rows cannot be divided into {widths} × {repeats}")
+            shares = ", ".join(f"{width} of {role}" for role, width in widths.items())
+            times = f", {repeats} times" if repeats > 1 else ""
+            raise ValueError(f"{size} rows cannot be divided into {shares}{times}")
         rows, start = {}, 0
         for role in self.roles:
             rows[role] = Rows(period, repeats, ((start, start + widths[role]),))

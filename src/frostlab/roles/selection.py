@@ -114,13 +114,13 @@ def select(parts: Sequence[Part], texts: Iterable[str], model: str) -> tuple[Par
         if key not in chosen:
             raise BadInput(
                 f"`{term.text}`: {name} is tied to {part.name}, which is `{part.role}`; "
-                f"add `{part.role}` to take both, or `!{part.role}` to leave both"
+                f"add `{part.role}` to take both, or `!{part.role}` to leave both out"
             )
     for key, (term, part, name) in removed_by_tie.items():
         if key in chosen and key not in chosen_by_role:
             raise BadInput(
                 f"`{term.text}`: {name} is tied to {part.name}, which is `{part.role}`; "
-                f"add `!{part.role}` to take both away, or `{part.role}` to keep both"
+                f"add `!{part.role}` to remove both, or `{part.role}` to keep both"
             )
     selected = tuple(part for part in parts if part.key in chosen)
     if not selected:
@@ -144,7 +144,7 @@ def parse(text: str, stacks: Sequence[str]) -> Term:
         raise BadInput(f"selection `{text}` is empty; try `query` or `layers[0]`")
     filters: dict[str, object] = {}
     order = ("stack", "layers", "cross", "role", "kind")
-    for token in re.split(r"\.(?![^\[]*\])", body):  # at dots outside brackets
+    for token in re.split(r"\.(?![^\[]*\])", body):  # split at dots outside brackets
         name, value = _parse_token(token.strip(), text, stacks)
         if any(later in filters for later in order[order.index(name) :]):
             raise BadInput(

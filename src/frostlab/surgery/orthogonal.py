@@ -1,6 +1,7 @@
 """New values for weights: orthonormal rows, per head or per matrix, or random draws.
 
-The orthonormal rows come from the current weights, from a Gaussian draw, or from the identity.
+The orthonormal rows come from the current weights, from a Gaussian draw, or from the identity. A
+part is a parameter, or those of its rows that have one role, such as query.
 
 A Cholesky pass multiplies a matrix X by the inverse Cholesky factor of X·Xᵀ, which makes its rows
 orthonormal up to rounding. `orthonormal` uses one pass for well-conditioned matrices, two passes
@@ -198,7 +199,8 @@ def _random(part: Part, current: Tensor, origin: Origin) -> Tensor:
             draw *= norm / draw.norm()
         elif origin.std == "orthonormal":
             heads = _stacked(part, draw, origin)  # (heads, size, in)
-            norm = math.sqrt(min(heads.shape[1:]))  # of orthonormal rows, or columns if size > in
+            # the norm of a head with orthonormal rows, or orthonormal columns if size > in
+            norm = math.sqrt(min(heads.shape[1:]))
             draw = (heads * (norm / heads.norm(dim=(1, 2), keepdim=True))).flatten(0, 1)
         else:
             assert isinstance(origin.std, int | float)

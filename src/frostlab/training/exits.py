@@ -28,7 +28,7 @@ from frostlab.training.treatment import count_parameters
 class Exit:
     """The metrics and cost of a model that ends after one of its layers."""
 
-    layer: int  # from 1
+    layer: int  # number of the layer, counted from 1
     loss: float
     perplexity: float
     token_accuracy: float

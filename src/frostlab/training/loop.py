@@ -1,4 +1,7 @@
-"""The training loop: steps, timing, evaluations, checkpoints and early stopping."""
+"""The training loop: steps, timing, evaluations, checkpoints and early stopping.
+
+A run has one or more stages, sequences of steps that train the same weights.
+"""
 
 import gc
 import math

@@ -7,7 +7,9 @@
     feed     = make_feed(current, …)                  the training batches
     step     = make_step(current, …)                  the step, with its optimizer
 
-Runs, later stages, resumed runs and the timed arms (variants) of comparisons use these functions.
+A treatment changes, adapts or freezes weights before training. A stage is a sequence of steps that
+train the same weights. Runs, later stages, resumed runs and the timed arms (variants) of
+comparisons use these functions.
 """
 
 import warnings
@@ -218,7 +220,8 @@ def make_step(
 ) -> EagerStep:
     """Return a stage's step with its optimizer; recipe and device decide the kind of step.
 
-    `watches_inside`: whether gradient flow reads activations of the forward pass.
+    `watches_inside`: whether the measurement of gradient flow (norms of gradients and updates)
+    also reads activations of the forward pass.
     """
     current.objective.train()
     return build_step(

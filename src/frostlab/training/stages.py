@@ -240,7 +240,7 @@ def lr_scales(model: nn.Module, stage: Stage, index: int, entered: Entered) -> d
         name = names[id(slots[part.name].piece_of(part.rows).parameter)]
         other = rate_keys.setdefault(name, key)
         if other != key:
-            raise BadInput(f"{at}: `{other}` and `{key}` share one tensor, {part.name}")
+            raise BadInput(f"{at}: `{other}` and `{key}` set two rates for one tensor, {part.name}")
     for key in stage.rates:
         if key not in rate_keys.values():
             raise BadInput(f"{at}.{key} applies to no part that learns in this stage")

@@ -1,4 +1,7 @@
-"""The state of a run: its progress, the model of the current stage, and its fixed context."""
+"""The state of a run: its progress, the model of the current stage, and its fixed context.
+
+A stage is a sequence of steps that train the same weights; most runs have one.
+"""
 
 import math
 from collections.abc import Callable
@@ -62,7 +65,7 @@ class Progress:
     best: Best  # the best evaluation of this stage
     step: int = 0
     stopped_early: bool = False  # whether this stage ran out of patience
-    seconds: dict[str, float] = field(default_factory=dict)  # by phase, and in total
+    seconds: dict[str, float] = field(default_factory=dict)  # seconds by phase, and in total
     epoch_seconds: float = 0.0  # training time in the current epoch
     order: str = ""  # digest of the examples of every step so far, in order
     # step, epoch and seconds at which evaluate.target was reached; None: not yet, or no target

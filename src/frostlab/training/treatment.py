@@ -232,7 +232,7 @@ def _weights_to_adapt(
         if not {other.key for other in sharing} <= keys:
             roles = ", ".join(other.role for other in sharing)
             raise BadInput(
-                f"{_SELECT_KEY}: {part.name} holds {roles} in one; select all of them or none"
+                f"{_SELECT_KEY}: {part.name} holds {roles} together; select all of them or none"
             )
     return chosen
 

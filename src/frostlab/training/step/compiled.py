@@ -77,7 +77,7 @@ class CompiledStep(EagerStep):
 
     def _guarded_state(self) -> tuple[Any, ...]:
         """Return the state that compiled or captured code depends on, e.g. which weights learn."""
-        # the supervision determines which weights get a gradient
+        # the supervision (which layers have a loss) determines which weights get a gradient
         supervision = getattr(self.objective, "supervision", None)
         trainable = (p.requires_grad for p in self._all_parameters)
         return (changes(self.objective), self.objective.training, supervision, *trainable)

@@ -34,12 +34,12 @@ def head_loss(
     weights: Sequence[float] | None = None,
     ignore: int = IGNORED,
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy of a linear head on one or several supervised layers.
+    """Return the summed cross-entropy of a linear head after one layer, or after each of several.
 
     `hidden` is the head's input after one layer, (…, width), or a list for several layers;
     `weight` is (vocabulary, width) and `targets` is (…). Return the sum of the layers' losses, each
-    times its entry of `weights`, and each layer's loss without gradient. Only tensors that require
-    a gradient get one.
+    times its entry of `weights` (1 by default), and each layer's loss without gradient. Tokens with
+    the target `ignore` have no loss. Only tensors that require a gradient get one.
     """
     layers = [hidden] if isinstance(hidden, Tensor) else list(hidden)
     factors = [1.0] * len(layers) if weights is None else [float(w) for w in weights]
