@@ -122,7 +122,7 @@ def test_inspect_shows_every_kind(name: str, in_this_process: Command) -> None:
         (("inspect", "x" * 300), "is not a folder or an architecture, and"),
         (("inspect", "/nope"), "/nope does not exist; / has no similar name\n"),
         (("inspect", "/nope/deep"), "/nope/deep does not exist; only / exists\n"),
-        (("inspect", "somebody/xopt"), "or a model on the hub"),
+        (("inspect", "somebody/xopt"), "cannot be read from the hub"),
         (("inspect", "gpt2", "--length", "0"), "--length"),
         (("inspect", "imdb-gtp"), "did you mean `imdb-gpt`?"),
         (("inspect", "imdb-gpt", "--set", "optim.lt=1"), "did you mean `lr`?"),

@@ -75,7 +75,7 @@ class Stack(ABC):
 
     @abstractmethod
     def read(self, x: Tensor, ids: Tensor, packing: Packing | None) -> Tensor:
-        """Return the head's input: (B, T, width) for a language model, otherwise one per sequence.
+        """Return the head's input: (B, T, width) for a language model, else a vector per sequence.
 
         `x` is the output of a layer. Without a packing, rows may be padded only at the end and only
         in a causal model, where no token before the padding attends to it. A classifier of

@@ -215,7 +215,7 @@ def _weights_to_adapt(
     except BadInput as error:
         raise BadInput(f"{_SELECT_KEY}: {error}") from None
     if not chosen:
-        raise BadInput(f"{_SELECT_KEY} selects only biases; adapters need weights")
+        raise BadInput(f"{_SELECT_KEY}: only biases are selected; adapters need weights")
     keys = {part.key for part in chosen}
     for part in chosen:
         if part.role == "head":
