@@ -73,6 +73,8 @@ SMALL = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "voca
         ({"hidden_size": 10**9}, "model.config.hidden_size = 1000000000 should be at most"),
         ({"num_hidden_layers": 10**9}, "model.config.num_hidden_layers = 1000000000 should be"),
         ({"num_attention_heads": -3}, "model.config.num_attention_heads = -3 should not be neg"),
+        ({"hidden_size": -(10**9)}, "model.config.hidden_size = -1000000000 should not be neg"),
+        ({"layer_norm_eps": -1e9}, "model.config.layer_norm_eps = -1000000000.0 should be at lea"),
         ({"hidden_size": "wide"}, "model.config.hidden_size = 'wide': "),
         ({"hidden_size": 0}, "model.name bert: "),
     ],
