@@ -65,7 +65,7 @@ def test_tuning_gets_a_grid_around_the_recipes_value() -> None:
         ({"seeds": [1, 1]}, "a seed is given twice"),
         ({"metric": "perplexity"}, "metric perplexity does not exist for classification"),
         ({"metric": "acuracy"}, "did you mean `accuracy`?"),
-        ({"tune": "beta"}, "--tune beta: cannot be tuned by name"),
+        ({"tune": "beta"}, "--tune beta has no default grid"),
         ({"tune": {"values": [3.0, 1.0]}}, "should be in ascending order"),
         ({"tune": [{"values": [1.0, 3.0]}] * 2}, "tune: optim.lr is given twice"),
         ({"tune": {"key": "stages.1.lr", "values": [1e-4, 1e-3]}}, "1 is not an index of"),

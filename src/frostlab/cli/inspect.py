@@ -1,7 +1,7 @@
 """`frostlab inspect`: show the parts of a model, given directly or by a recipe.
 
-A part is a parameter, or the rows of a fused parameter with one role, such as query. A model's
-anatomy is the list of its parts.
+A part is a parameter, or those rows of a fused parameter that have one role, such as query. A
+model's anatomy is the list of its parts.
 """
 
 import json

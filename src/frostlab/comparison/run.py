@@ -150,7 +150,7 @@ def compare(
         metric: the metric that decides the verdicts; by default the recipe's metric.
         alpha: the allowed rate of false alarms, over all arms.
         minimum_effect: the smallest effect of interest; verdicts say if an effect is smaller.
-        margin: the largest cost that does not matter; verdicts say whether a larger one is
+        margin: how much worse than the baseline an arm may be; verdicts say whether more is
             excluded. A factor of perplexity or of the error rate; a difference of other metrics.
         tune: the settings to tune for each arm: `lr`, `decay`, `{key, values}`, or a list of such
             mappings. Every value is trained with every seed.
@@ -158,7 +158,7 @@ def compare(
         rounds: number of extra whole runs per arm, which alternate between arms for timing.
         clock: `{seconds, width}`, the time limit of step timing and the target width of its
             intervals; False turns it off.
-        assay: plant a harm (half the training steps) that the comparison must find.
+        assay: also train the baseline for half its steps, which the comparison must find worse.
         settings: settings of the recipe for every arm, such as `{"optim.lr": 1e-4}`.
         quick: shorten runs and timing and use fewer seeds, to see whether a full comparison is
             worthwhile.
@@ -455,7 +455,7 @@ def _stored_steps(folder: ComparisonFolder, name: str) -> _Steps | None:
 def _assay_steps(
     plan: Plan, folder: ComparisonFolder, runner: Runner | Finished
 ) -> tuple[int, int]:
-    """Return the number of steps with the planted harm, and without it."""
+    """Return the steps of a shortened run of the baseline, and of a whole run."""
     stored = _stored_steps(folder, "assay.json")
     if stored is None:
         runner.must_train("assay.json")

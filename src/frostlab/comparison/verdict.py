@@ -61,8 +61,8 @@ class Scores:
     """The values of one arm's runs.
 
     A seed in `missing` has a run without a value; `missing` gives the reason, such as "diverged".
-    If settings were tuned, `tried` holds the values of every setting that was tried, and `values`
-    those of the setting that was chosen for each seed.
+    If settings were tuned, `tried` holds the metric's values with every combination of settings,
+    and `values` those with the combination that was chosen for each seed.
     """
 
     values: Values
@@ -71,7 +71,7 @@ class Scores:
 
     @property
     def seeds(self) -> set[int]:
-        """The seeds with a value or with a run that is missing."""
+        """The seeds that have a run, whether it has a value or not."""
         return {*self.values, *self.missing}
 
     def lost(self, seed: int) -> str | None:
@@ -100,11 +100,11 @@ class Statement:
 
 @dataclass(frozen=True)
 class Margin:
-    """The largest cost that does not matter (the margin), compared with the interval.
+    """The margin (how much worse than its baseline an arm may be), compared with the interval.
 
-    `answer` is "yes" if the interval excludes a larger cost, "no" if it holds only larger costs,
-    and else "not shown". `limit` is the margin in the unit that `Rules` explains. `largest` is the
-    largest cost in the interval, in the unit of the effect; None if the interval has no such end.
+    A cost is how much worse the arm is. `answer` is "yes" if the interval excludes costs above the
+    margin, "no" if it holds only such costs, and else "not shown". `limit` is the margin as in
+    `Rules`. `largest` is the largest cost in the interval, in the unit of the effect, or None.
     """
 
     answer: Answer
@@ -165,7 +165,7 @@ def judge(
 
 
 def _check(arms: Mapping[str, Scores], statements: Mapping[str, Statement], rules: Rules) -> None:
-    """Refuse invalid arms, missing runs with a value, and values without a needed logarithm."""
+    """Refuse unknown arms, missing runs with a value, and values ≤ 0 on the log scale."""
     for statement in statements.values():
         for name in (statement.arm, statement.baseline):
             if name not in arms:
@@ -197,7 +197,7 @@ def _worst(arms: Mapping[str, Scores], rules: Rules) -> float | None:
 
 
 def _pool(cases: Sequence["_Case"]) -> Pool | None:
-    """Pool the statements with the first one's baseline, enough pairs and no missing run."""
+    """Pool the arms that share the first statement's baseline, with enough pairs and all runs."""
     baseline = cases[0].statement.baseline if cases else ""
     same = [
         case.differences
