@@ -143,6 +143,7 @@ def test_settings_change_a_recipe_that_is_spelled_out_and_the_clock_can_be_left_
     ("given", "said"),
     [
         ({"vary": "model.layer"}, "vary model.layer: no setting has this name; did you mean"),
+        ({"vary": "layers"}, "vary layers: no setting has this name; did you mean `model.layers`?"),
         ({"vary": ["model", "data"]}, "vary data: arms must see the same data"),
         (
             {"contrasts": [ASKED[0] | {"arm": "twoo"}]},

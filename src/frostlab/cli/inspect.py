@@ -88,7 +88,7 @@ def inspect(
     table = anatomy.table(width_of(wide))
     echo(table)
     if table != anatomy.table():
-        echo("--wide shows whole names, ties, and the layout of fused weights")
+        echo("--wide shows whole names, tied weights, and the layout of fused weights")
     if anatomy.count("frozen"):
         echo("\nfreezing saves at most")
         for line in describe_savings(anatomy, length):

@@ -88,7 +88,7 @@ class ArmVerdict:
     metric: str
     word: Word
     sentence: str  # the word and its numbers in a sentence
-    family: int  # number of statements whose intervals hold simultaneously
+    family: int  # number of compared pairs of arms, whose intervals hold simultaneously
     paired: Effect | None  # None if there is no pair of values
     could_have_seen: float | None  # smallest effect that is found with a probability of 80 %
     margin: Limit | None  # None without a margin, two pairs or a finished run of `baseline`
@@ -191,7 +191,7 @@ class RunSummary:
     step_ms: float | None  # mean time of a step after warm-up
     gpu_utilisation: float | None  # mean percentage during the run; None without a GPU
     clipped_steps: int | None  # steps whose gradient was clipped; None without clipping
-    weights_digest: str | None  # of the final weights
+    weights_digest: str | None  # of the reported weights, which are the best
     recipe_digest: str
     caution: str | None  # a warning about the data, to show with every number
 
@@ -363,7 +363,7 @@ class TimedArm:
     low: float | None  # ends of the ratio's interval; the intervals of all arms hold together
     high: float | None
     ceiling: float | None  # lower bound on the ratio, by the saved FLOPs; None if unknown
-    limits: dict[str, Any] | None  # FLOPs and memory traffic with and without the treatment
+    limits: dict[str, Any] | None  # FLOPs and Adam's traffic: the arm's, the baseline's (`_all`)
     flag: str | None  # likely reason for a gain that is larger than the saved FLOPs allow
     word: Word | None  # verdict on the time; None for the baseline
     sentence: str | None  # the word and its numbers in a sentence
@@ -415,7 +415,7 @@ class Repeat:
     folder: str  # of the second run, relative to the comparison's folder
     status: str  # of the second run
     metrics: dict[str, tuple[float | None, float | None]]  # the reported values of both runs
-    same_weights: bool  # whether both runs ended with the same weights
+    same_weights: bool  # whether both runs report the same weights
 
 
 @dataclass(frozen=True)
@@ -444,7 +444,7 @@ class Made:
     ended: str  # end of the last run
     machine: str
     versions: dict[str, str]
-    commit: str | None  # of frostlab's checkout; None if it is installed
+    commit: str | None  # of frostlab's git checkout; None for an installed package
     code: str | None  # digest of frostlab's code
     command: str  # the command that started the first run
 
@@ -496,7 +496,7 @@ class Evidence:
     partly_compared: tuple[ComparedOrder, ...]  # pairs whose order of examples is partly unknown
     varied_facts: tuple[VariedFact, ...]  # about the environment; empty if it is always the same
     verdicts: dict[str, ArmVerdict]  # by arm, on the plan's metric
-    secondary: dict[str, dict[str, Effect | None]]  # by metric and arm; these have no verdict
+    secondary: dict[str, dict[str, Effect | None]]  # other metrics, by metric and arm
     contrasts: tuple[Answer, ...]
     oelm: str | None  # arm that orthogonalizes and freezes query and key weights (`oelm_arm`)
     orthogonality: ArmVerdict | None  # orthogonal against random frozen query and key weights

@@ -179,7 +179,7 @@ def _validated(values: dict[str, Any], label: str) -> Plan:
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, BadInput):
             raise
-        raise BadInput(f"{label}: not plain values ({first_line(error)})") from None
+        raise BadInput(f"{label}: a value is not plain ({first_line(error)})") from None
     try:
         return Plan.model_validate_json(text)
     except ValidationError as error:
@@ -377,7 +377,7 @@ class _ChosenRuns:
             keys += [key for key, _ in _changed(_settings(first.recipe), _settings(run.recipe))]
             if keys:
                 raise BadInput(
-                    f"{label}: the runs of an arm differ only in the seed, but {run.folder} "
+                    f"{label}: the runs of an arm may differ only in the seed, but {run.folder} "
                     f"differs from {first.folder} in {', '.join(keys)}"
                 )
         runs: dict[int, RunRecord] = {}

@@ -144,7 +144,8 @@ class Runs:
     trials: Trials
     records: dict[tuple[str, int], RunRecord]  # with the tuned values chosen for each seed
     summaries: dict[tuple[str, int], RunSummary]
-    tried: dict[str, tuple[dict[int, RunSummary], ...]]  # by arm: runs with each tuned value
+    # by arm: the runs by seed with each combination of tuned values; empty without tuning
+    tried: dict[str, tuple[dict[int, RunSummary], ...]]
     facts: dict[tuple[str, int], PairingFacts]  # finished runs only
     refused: tuple[RefusedPair, ...]  # finished runs that cannot be paired with the baseline's
     changed: dict[tuple[str, int], str]  # runs with changed data or pretrained weights: why

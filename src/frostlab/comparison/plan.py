@@ -411,7 +411,7 @@ class Plan(Strict):
         self._check_arms()
         recipe = self.recipe_of(self.baseline, 0)
         check_settings_exist("--allow-confound", self.allow_confounds, recipe)
-        check_settings_exist("vary", self.vary, recipe)
+        check_settings_exist("vary", self.vary, recipe, by_last_part=False)
         for key in self.vary:
             if _section(key) in _SAME_FOR_ALL:
                 raise BadInput(f"vary {shown_key(key)}: arms must see the same data")
@@ -533,15 +533,17 @@ class Plan(Strict):
                 )
 
 
-def check_settings_exist(option: str, keys: Iterable[str], recipe: Recipe) -> None:
-    """Refuse a key unless it is a section, a setting's dotted key, or the last part of one."""
+def check_settings_exist(
+    option: str, keys: Iterable[str], recipe: Recipe, by_last_part: bool = True
+) -> None:
+    """Refuse a key unless it is a section, a dotted key or, if allowed, the last part of one."""
     paths = _paths(recipe.to_dict())
-    names = {*recipe.to_dict(), *paths, *(path.rpartition(".")[2] for path in paths)}
+    by_last = {path.rpartition(".")[2]: path for path in paths}
+    names = {*recipe.to_dict(), *paths, *(by_last if by_last_part else ())}
     for key in keys:
         if key not in names:
-            raise BadInput(
-                f"{option} {shown_key(key)}: no setting has this name{nearest(key, names)}"
-            )
+            hint = f"; did you mean `{by_last[key]}`?" if key in by_last else nearest(key, names)
+            raise BadInput(f"{option} {shown_key(key)}: no setting has this name{hint}")
 
 
 def set_nested(values: dict[str, Any], key: str, value: Any) -> None:

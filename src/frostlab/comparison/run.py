@@ -458,7 +458,7 @@ def _assay_steps(
     """Return the steps of a shortened run of the baseline, and of a whole run."""
     stored = _stored_steps(folder, "assay.json")
     if stored is None:
-        runner.must_train("assay.json")
+        runner.must_train(folder.path / "assay.json")
         recipe = plan.recipe_of(plan.baseline, plan.seeds[0])
         whole = total_steps(recipe.train, len(prepare(recipe, runner.data_dir).splits["train"]))
         stored = _Steps(max(1, whole // 2), whole)
@@ -503,7 +503,7 @@ def _time_steps(
         return None
     values = folder.read("steps.json")
     if values is None:
-        runner.must_train("steps.json")
+        runner.must_train(folder.path / "steps.json")
         from frostlab.comparison.timed_arms import time_steps
 
         try:
@@ -516,7 +516,7 @@ def _time_steps(
         values = folder.read("steps.json")
     timing = read(StepTiming, values, folder.path / "steps.json")
     if not all(arm.name in timing.arms and timing.arms[arm.name].ms > 0 for arm in plan.arms):
-        raise BadInput(f"{folder.path / 'steps.json'}: arms lacks the time of an arm")
+        raise BadInput(f"{folder.path / 'steps.json'}: an arm of the plan has no time")
     return timing
 
 
@@ -531,7 +531,7 @@ def _shortened(
     recipe = plan.recipe_of(plan.baseline, plan.seeds[0])
     quick = _stored_steps(folder, "quick.json")
     if quick is None:
-        runner.must_train("quick.json")
+        runner.must_train(folder.path / "quick.json")
         # Without timing, assume one second per step.
         slowest_ms = max(arm.ms for arm in timing.arms.values()) if timing else 1e3
         runs = len(plan.arms) * len(plan.seeds) * plan.settings_tried

@@ -41,7 +41,7 @@ MEANINGS: dict[Word, str] = {
         "the interval contains zero (or the ratio 1); the sentence says, as far as known, which "
         "costs it excludes and which true difference would be found in 8 of 10 such comparisons"
     ),
-    "identical": "both arms ended with the same weights for every seed",
+    "identical": "the reported weights of both arms are the same for every seed",
     "at chance": "no difference is found, and neither arm is shown to beat chance",
     "did not finish": f"fewer than {LEAST_SEEDS} pairs finished, though enough were planned",
     "too few seeds": f"fewer than {LEAST_SEEDS} pairs; a seed that neither arm finished is no pair",
@@ -91,7 +91,7 @@ class Statement:
     confounds: tuple[str, ...] = ()  # settings that differ and are not compared
     together: tuple[str, ...] = ()  # factors that differ together, if several (`Plan.together`)
     unproven: str | None = None  # why the values prove nothing
-    identical: bool = False  # whether both arms ended with the same weights for every seed
+    identical: bool = False  # whether both arms report the same weights for every seed
     at_chance: bool = False  # whether neither arm is shown to have learned more than chance
     about: str = "these test examples"  # what the values were measured on
     population: Paired | None = None  # the effect for other test examples of the same population
@@ -151,7 +151,8 @@ def judge(
 
     `family` is the number of all statements of the comparison, if it makes more than these. Each
     interval has a confidence of at least 1 − `rules.level` / family, so all of them hold together
-    with confidence 1 − `rules.level`. The level is the false-alarm rate of this look.
+    with confidence 1 − `rules.level`. The level is the false-alarm rate of this look, which is one
+    analysis of the results.
     """
     _check(arms, statements, rules)
     size = family or len(statements)
@@ -359,7 +360,7 @@ class _Case:
             ending = "".join(f"; {part}" for part in (costs, power) if part) + self._together()
             return f"no difference found between {arm} and {baseline} {on}: {numbers}{ending}."
         text = {
-            "identical": f"{arm} and {baseline} are identical: they ended with the same weights "
+            "identical": f"{arm} and {baseline} are identical: they report the same weights "
             f"for every seed, so their difference had no effect; {numbers}.",
             "at chance": f"{arm} and {baseline} are at chance {on}: neither is shown to have "
             f"learned anything; {numbers}.",

@@ -81,7 +81,7 @@ class Answered:
 class ComparisonSummary:
     """One comparison of the group."""
 
-    name: str  # also its folder
+    name: str  # also the name of its folder
     status: Status
     about: str = ""
     metric: str | None = None

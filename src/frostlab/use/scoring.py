@@ -82,7 +82,7 @@ class Evaluation:
     source: str  # where the examples come from
     metrics: dict[str, float]
     n: dict[str, int]  # metric → the number of `unit`s that it is computed from
-    unit: dict[str, str]  # metric → examples, tokens, subjects, windows or decisions
+    unit: dict[str, str]  # metric → examples, tokens, subjects, windows or match decisions
     classes: list[ClassScore] = field(default_factory=list)  # empty without classes
     layers: dict[str, dict[str, float]] = field(default_factory=dict)  # supervised layer → metrics
     # EEG: group of recordings → decoder → summary of its scores, as in result.json
