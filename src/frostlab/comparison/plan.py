@@ -538,7 +538,7 @@ def check_settings_exist(
 ) -> None:
     """Refuse a key unless it is a section, a dotted key or, if allowed, the last part of one."""
     paths = _paths(recipe.to_dict())
-    by_last = {path.rpartition(".")[2]: path for path in paths}
+    by_last = {path.rpartition(".")[2]: path for path in reversed(paths)}  # the first counts
     names = {*recipe.to_dict(), *paths, *(by_last if by_last_part else ())}
     for key in keys:
         if key not in names:
