@@ -126,6 +126,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
         "factor": lambda value: f"{value:.4g} ×",
         "count": lambda value: f"{value:,}",
         "percent": lambda value: f"{value:.2%}",
+        "percent of a ratio": lambda value: f"{100 * value:.3g} %",
         "short percent": lambda value: f"{value:.1%}",
         "whole percent": lambda value: f"{value:.0f} %",  # of a value that is in percent
         "seconds": lambda value: f"{number(value)} s",
@@ -159,7 +160,6 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
         "reached": lambda value: f"{value['reached']} of {value['runs']}",
         "share": lambda value: _with_interval(value, "share", "{:.1%}"),
         "gap": lambda value: _with_interval(value, "gap", "{}"),
-        "gap in seconds": lambda value: _with_interval(value, "gap", "{:+.4g} s"),
         "saved": lambda value: _with_interval(value, "saved", "{}"),
         "tuned value": lambda value: _with_interval(value, "mean", "{:.4g}"),
         "margin": lambda value: _rules(value).margin_text(),  # of evidence.json as a whole
@@ -292,6 +292,7 @@ class Document:
     record: tuple[Section, ...] = ()  # the short record in report.md; without one, all sections
     # records that are written with the report, because it has numbers that no other record holds
     records: dict[str, Any] = field(default_factory=dict)  # by file name
+    caution: str | None = None  # a warning that every file with numbers repeats
 
     def blocks(self) -> list[Block]:
         """Return all blocks in order."""

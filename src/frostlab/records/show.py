@@ -48,12 +48,13 @@ class _Run:
     events: list[Event]  # without events that a resumed run repeated
     damaged_events: list[str]  # the reason for each unreadable line
     recipe: dict[str, Any] | None
-    recipe_file_digest: str | None  # of recipe.yaml as it is now
+    recipe_file_digest: str | None  # digest of the recipe in recipe.yaml as it is now
     differences: dict[str, Any] | None  # settings that are not the default, by dotted key
     environment: dict[str, Any] | None
     data: DataRecord | None
-    damaged_data: str | None  # why data.json cannot be read; None if it is absent
+    damaged_data: str | None  # why data.json cannot be read; None if it is absent or intact
     annotations: Annotations
+    damaged_annotations: str | None  # why annotations.json cannot be read; None if absent or intact
     examples: dict[str, int]  # split → number of examples, where it is known
 
 
@@ -79,11 +80,12 @@ def show_json(folder: Path) -> dict[str, Any]:
         ],
         "examples": run.examples,
         "damaged_events": run.damaged_events,
+        "damaged_annotations": run.damaged_annotations,
     }
 
 
 def show(folder: Path, width: int | None = None) -> str:
-    """Format a run: configuration, results, clocks, parameters, environment, notes.
+    """Format a run as text, in sections such as configuration, results, clocks and notes.
 
     Lines that are longer than `width` are continued on the next line.
     """
@@ -105,6 +107,7 @@ def show(folder: Path, width: int | None = None) -> str:
         "notes": [
             *(f"step {event.step}: {event.text}" for event in notes),
             *(f"{moment_text(note.at)[:10]}: {note.text}" for note in run.annotations.notes),
+            *([run.damaged_annotations] if run.damaged_annotations else []),
         ],
     }
     return "\n\n".join(
@@ -257,7 +260,7 @@ def _data(data: DataRecord) -> list[str]:
 
 
 def _remarks(data: DataRecord) -> Iterator[str]:
-    """Yield the source of each split, and the reasons for which its rows were dropped."""
+    """Yield each split's source, the split that it was taken from, and why rows were dropped."""
     sources: dict[str, list[str]] = {}
     for name, split in data.splits.items():
         sources.setdefault(split.source, []).append(name)
@@ -332,7 +335,7 @@ _SECONDS = {
     "validation_seconds": "validation",
     "evaluation_seconds": "per evaluation",
     "data_seconds": "data",
-    "data_overlapped_seconds": "data overlapped",
+    "data_overlapped_seconds": "data during train",
     "checkpoint_seconds": "checkpoints",
     "setup_seconds": "set-up",
     "epoch_seconds": "per epoch",
@@ -439,12 +442,14 @@ def _read(folder: Path) -> _Run:
             data = RunRecord(folder).data
     except (OSError, BadInput) as error:
         damaged_data = str(error)
-    annotations = Annotations()
-    with contextlib.suppress(BadInput):  # the summary's `notes` give the reason
+    annotations, damaged_annotations = Annotations(), None
+    try:
         annotations = read_annotations(folder)
+    except BadInput as error:
+        damaged_annotations = str(error)
     return _Run(
         read_run(folder), result, events, damaged, recipe, digest, differences, environment,
-        data, damaged_data, annotations, _examples(folder, data),
+        data, damaged_data, annotations, damaged_annotations, _examples(folder, data),
     )  # fmt: skip
 
 

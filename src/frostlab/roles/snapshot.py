@@ -1,4 +1,7 @@
-"""The anatomy of a model as users see it: parts, layers, counts, selections and a table."""
+"""The anatomy of a model as users see it: parts, layers, counts, selections and a table.
+
+A part is a parameter, or those of its rows that have one role, such as query.
+"""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -92,7 +95,7 @@ class Anatomy:
         return tuple(p for p in self.parts if p.state == "fixed")
 
     def table(self, width: int | None = None) -> str:
-        """Return the anatomy as text; runs of identical layers are shown once.
+        """Return the anatomy as text; adjacent layers that are alike are shown once.
 
         If it is wider than `width`, the layout is left out and long names are shortened.
         """
@@ -112,7 +115,7 @@ class Anatomy:
 
 
 _HEADER = ("role", "shape", "heads", "layout", "parameters", "state", "weight")
-_RIGHT = (4,)  # columns of numbers
+_RIGHT = (4,)  # right-aligned columns: parameters
 
 
 def _as_text(anatomy: Anatomy, width: int | None) -> str:
@@ -142,7 +145,10 @@ def _blocks(anatomy: Anatomy) -> list[tuple[str, list[tuple[str, ...]]]]:
 
 
 def _narrow(table: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Align a table without the layout; long names of weights keep their end, without their tie."""
+    """Align a table without the layout.
+
+    A weight's name that is too long loses its remark `(also …)` and, if need be, its beginning.
+    """
     place = _HEADER.index("layout")
     rows = [(*row[:place], *row[place + 1 : -1]) for row in table]
     lines = columns(rows, right=(rows[0].index("parameters"),))

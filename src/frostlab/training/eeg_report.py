@@ -38,7 +38,7 @@ from frostlab.training.step.objective import Objective
 _FORMAT = 2  # version of cached baseline scores; raise it when the baseline or scoring changes
 _WINDOWS = 32  # the most windows over which electrode importance is averaged
 
-Scores = dict[str, EnvelopeScores]  # by split
+Scores = dict[str, EnvelopeScores]  # scores by split
 
 
 def baseline_scores(signals: Signals) -> Scores:
@@ -177,7 +177,9 @@ def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
         raise BadInput(f"{folder} is {record.status}; a page needs a finished run")
     recipe = record.recipe
     if recipe.data.task != "envelope":
-        raise BadInput(f"{folder} is a run for {recipe.data.task}; this page is for envelopes")
+        raise BadInput(
+            f"{folder} is a run for {recipe.data.task}; this page is for runs that decode EEG"
+        )
     scores = read_scores(folder)
     signals = prepare(recipe, data_dir)
     assert isinstance(signals, Signals)
