@@ -203,7 +203,7 @@ HOSTILE = {
         json.dumps({f"column {n}": 0 for n in range(100_000)}).encode(),
         "there are column 0, column 1",
     ),
-    "row.jsonl": (b'["text", 1]', "list, not an object"),
+    "row.jsonl": (b'["text", 1]', "an object with columns, not list"),
     "null.csv": (b"text,label\na\x00b\n", "the row has 1 columns, the header 2"),
     "twice.csv": (b"text,label,text\na,1,b\n", "two columns are called 'text'"),
     "twice.tsv": (b"text\tlabel\ttext\na\t1\tb\n", "two columns are called 'text'"),

@@ -101,7 +101,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"fair": {}}, {}, "mine has no fair comparisons; compare it with --as-published"),
     ({"published": {}}, {"as_published": True}, "mine has no published comparisons; compare it"),
     ({"fair": {"a": {"recipe": "plain.yaml", "arm": []}}}, {}, "mine, a: comparison: arm is not a"),
-    ({"fair": {"a": {"recipe": "no.yaml", "arms": ["none", "oelm"]}}}, {}, "no.yaml: cannot be"),
+    ({"fair": {"a": {"recipe": "no.yaml", "arms": ["none", "oelm"]}}}, {}, "no.yaml cannot be"),
     ({"published": {"a": {"arms": ["plain.yaml", "oelm.yaml"], "metric": "bleu"}}},
      {"as_published": True}, "mine, a: metric bleu does not exist for classification"),
     ({"fair": {"../a": {"recipe": "plain.yaml", "arms": ["none", "oelm"]}}}, {},

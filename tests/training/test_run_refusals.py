@@ -62,7 +62,7 @@ def test_nothing_is_written_for_a_recipe_that_cannot_run(tmp_path: Path) -> None
         (tiny(treatment={"freeze": ["querry"]}), "did you mean `query`"),
         (tiny(treatment={"freeze": ["all"]}), "leaves nothing that learns"),
         (tiny(data={"name": "own", "path": "gone.csv"}), "gone.csv"),
-        (tiny(train__batch=3, train__accumulate=2), "cannot be shared"),
+        (tiny(train__batch=3, train__accumulate=2), "batch 3 is not a multiple of accumulate 2"),
         (tiny(optim__warmup=16), "optim.warmup 16 takes all 16 steps"),
     ):
         with pytest.raises(fl.FrostlabError, match=problem), _quiet():
