@@ -68,7 +68,7 @@ def test_an_eeg_run_is_refused(in_this_process: Command, tmp_path: Path) -> None
     train = {"batch": 8, "steps": 2, "threads": 1}
     run = fl.run({"data": data, "model": model, "train": train}, runs=tmp_path)
     for command, message in (
-        (("export", str(run.folder), str(tmp_path / "out")), "decodes EEG with a Conformer"),
+        (("export", str(run.folder), str(tmp_path / "out")), "EEG with frostlab's Conformer"),
         (("generate", str(run.folder), "--prompt", "x"), "decodes EEG, and only language models"),
     ):
         out = in_this_process(*command)
