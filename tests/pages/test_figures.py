@@ -346,7 +346,7 @@ def hostile() -> dict[str, Any]:
     """Charts of arms whose names are hostile."""
     means = [{"arm": arm, "mean": 1.0 + n, "low": 0.5, "high": 9.0, "text": arm, "share": 0.5,
               "at": 0.5, "share_text": "", "effect": 1.0 + n, "quantity": "update", "value": 0.1,
-              "chosen": n, "mark": arm, "seed": n}
+              "chosen": n, "mark": arm, "seeds": arm, "seed": n}
              for n, arm in enumerate(HOSTILE)]  # fmt: skip
     points = [row | {"x": x, "runs": 1, "all": x < 2, "turn": x == 1, "dot": True}
               for row in means for x in range(3)]  # fmt: skip
