@@ -190,9 +190,7 @@ def mean_points(
     return thinned(points, "mean")
 
 
-def thinned(
-    points: Sequence[dict[str, Any]], key: str, most: int = POINTS
-) -> list[dict[str, Any]]:
+def thinned(points: Sequence[dict[str, Any]], key: str, most: int = POINTS) -> list[dict[str, Any]]:
     """Return at most `most` points: the ends, and the extremes of equal parts between them."""
     if len(points) <= most:
         return list(points)
