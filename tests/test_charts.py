@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from frostlab.charts import LONGEST, checked_svg, label, svg
+from frostlab.charts import LONGEST, checked_svg, label, svg, themed
 from frostlab.errors import FrostlabError
 
 HEAD = '<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9" viewBox="0 0 9 9">'
@@ -76,3 +76,13 @@ def test_ids_and_tooltips() -> None:
         '<clipPath id="flow-clip0" /></defs><path clip-path="url(#flow-clip0)" d="M0,0">'
         "<title>a &lt;b&gt;</title></path></svg>"
     )
+
+
+def test_a_drawing_does_not_depend_on_those_before() -> None:
+    pytest.importorskip("vl_convert")
+    x = {"field": "a", "type": "quantitative"}
+    chart = {"mark": {"type": "bar", "clip": True}, "encoding": {"x": x},
+             "data": {"values": [{"a": 1}]}}  # fmt: skip
+    first, second = (svg(themed(chart, in_page=True), "name") for _ in range(2))
+    assert first == second
+    assert "url(#name-id0)" in first

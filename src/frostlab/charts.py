@@ -30,6 +30,7 @@ _INK = "#222222"  # text on white; in a page, text has the page's own colour
 LONGEST = 100  # characters of a text in a chart
 _LARGEST = 1e300  # larger numbers are not drawn, like infinity
 LABEL = 40  # characters of a label at an axis, whose width is slow to measure
+_ID = re.compile(r'( id="|"url\(#)((?:clip|gradient_)\d+)(?=[")])')
 _ELEMENTS = frozenset({
     "svg", "g", "path", "rect", "circle", "line", "text", "tspan", "title", "defs", "clipPath",
     "linearGradient", "stop",
@@ -114,11 +115,20 @@ def _draw(kind: str, spec: dict[str, Any], **options: Any) -> Any:
     _, vl_convert = require_drawing("drawing a chart")
     text = json.dumps(cleaned(spec), allow_nan=False)
     try:
-        return getattr(vl_convert, f"vegalite_to_{kind}")(text, **options)
+        drawing = getattr(vl_convert, f"vegalite_to_{kind}")(text, **options)
     except ValueError as error:  # the library's only error, with a trace of its JavaScript
         lines = str(error).splitlines()
         reason = lines[1] if len(lines) > 1 else first_line(error)
         raise FrostlabError(f"the chart cannot be drawn: {plain(reason)}") from None
+    return _numbered(drawing) if kind == "svg" else drawing
+
+
+def _numbered(drawing: str) -> str:
+    """Number the ids of a drawing from 0; the library goes on from the drawing before."""
+    numbers: dict[str, int] = {}
+    for match in _ID.finditer(drawing):
+        numbers.setdefault(match[2], len(numbers))
+    return _ID.sub(lambda match: f"{match[1]}id{numbers[match[2]]}", drawing)
 
 
 def cleaned(value: Any) -> Any:

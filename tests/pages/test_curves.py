@@ -110,7 +110,7 @@ def test_memory_does_not_grow_with_the_events(tmp_path: Path) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert curve is not None
-    assert len(curve.losses) == curves.MOST_POINTS
+    assert len(curve.losses) == curves.POINTS
     assert peak < 400_000 < (folder / "events.jsonl").stat().st_size / 2
 
 

@@ -405,6 +405,7 @@ def _response(compared: "Compared", index: int) -> Figure | None:
     rows: list[dict[str, Any]] = [
         {"arm": arm, "value": point.value, "mean": point.mean, "low": point.low,
          "high": point.high, "chosen": point.chosen, "best": setting.best[arm] == point.value,
+         "seeds": f"{point.chosen} of {len(point.scores)}",
          "mark": f"{point.chosen} of {counted(len(point.scores), 'seeds')}",
          "text": "a run did not finish" if point.mean is None else _with_band(vars(point))}
         for arm in compared.arms
@@ -423,8 +424,8 @@ def _response(compared: "Compared", index: int) -> Figure | None:
     )  # fmt: skip
     caption = (
         "Mean over seeds of the best score on the split that selects the weights, with its 95 % "
-        "interval; all arms have the same scale. Filled symbols are the values that were chosen; "
-        "for each seed, the scores of the other seeds choose."
+        "interval; all arms have the same scale. Filled symbols are the values that were chosen, "
+        "with the number of seeds above them; for each seed, the scores of the other seeds choose."
     )
     if len(means) < len(rows):
         caption += " A red × is a value with which a run did not finish."

@@ -17,7 +17,7 @@ from frostlab.errors import BadInput
 from frostlab.storage import read_lines
 from frostlab.typed import parse
 
-MOST_POINTS = 200  # of a curve
+POINTS = 200  # of a curve, at most
 _KIND = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(\w+)"')
 _EVENTS = "events.jsonl"
 
@@ -53,7 +53,7 @@ class Curve:
         return {evaluation.step: evaluation.seconds for evaluation in self.evaluations}
 
 
-def span_of(steps: int, most: int = MOST_POINTS) -> int:
+def span_of(steps: int, most: int = POINTS) -> int:
     """Return the number of steps to average so that a run has at most `most` points."""
     return max(1, math.ceil(steps / most))
 
@@ -190,9 +190,7 @@ def mean_points(
     return thinned(points, "mean")
 
 
-def thinned(
-    points: Sequence[dict[str, Any]], key: str, most: int = MOST_POINTS
-) -> list[dict[str, Any]]:
+def thinned(points: Sequence[dict[str, Any]], key: str, most: int = POINTS) -> list[dict[str, Any]]:
     """Return at most `most` points: the ends, and the extremes of equal parts between them."""
     if len(points) <= most:
         return list(points)

@@ -331,8 +331,8 @@ def responses(
 ) -> Any:
     """Draw each arm's score by the value of a tuned setting, all on one scale.
 
-    Points have arm, value, mean, low, high, chosen (seeds for which the value was chosen), mark
-    (this in words) and text. `log`: whether the x and the y axis are logarithmic.
+    Points have arm, value, mean, low, high, chosen (seeds for which the value was chosen), seeds
+    and mark (this in words) and text. `log`: whether the x and the y axis are logarithmic.
     """
     alt = _altair()
     values = sorted({row["value"] for row in points})
@@ -366,7 +366,7 @@ def responses(
         .mark_point(size=140, filled=True, opacity=1)
         .encode(y=at("mean:Q"), shape=arm_shape(arms), tooltip=tooltip),
         plain.transform_filter("datum.chosen > 0").mark_text(dy=-8, fontSize=11)
-        .encode(y=alt.value(0), text="mark:N"),
+        .encode(y=alt.value(0), text="seeds:N"),
         plain.transform_filter("!isValid(datum.mean)").mark_text(color=RED, text="×", fontSize=18)
         .encode(y=alt.value("height"), tooltip=tooltip),
         data=alt.NamedData("rows"),

@@ -6,6 +6,7 @@
   const root = document.documentElement;
   const views = new Map();
   const hidden = new Set();
+  const PANELS = 640; // pixels of a screen that has room for panels beside each other
   const MARGIN = 80; // pixels beside a plot for the axis and its labels
 
   function draw(figure) {
@@ -15,6 +16,11 @@
     // On a narrow screen the plot is drawn narrower, and its text keeps its size.
     if (typeof spec.width === "number" && room < spec.width + MARGIN && (spec.layer || spec.mark)) {
       Object.assign(spec, { width: room, autosize: { type: "fit-x", contains: "padding" } });
+    }
+    // Panels are drawn below each other there.
+    if (spec.spec && room < PANELS) {
+      Object.assign(spec, { columns: 1 });
+      spec.spec.width = Math.min(spec.spec.width, room - 2 * MARGIN);
     }
     const options = { actions: false, renderer: "svg", tooltip: { theme: "custom" }, logLevel: 1 };
     vegaEmbed(live, spec, options).then(
