@@ -27,7 +27,7 @@ _SEGMENTS = {
 }
 
 
-def table(name: str, title: str, head: Row, rows: Iterable[Row], note: str = "") -> Table:
+def table(name: str, title: str, head: Sequence[str], rows: Iterable[Row], note: str = "") -> Table:
     """Return a table without the columns that are empty in every row, except the first."""
     rows = [tuple(row) for row in rows]
     kept = [
@@ -38,7 +38,7 @@ def table(name: str, title: str, head: Row, rows: Iterable[Row], note: str = "")
     return Table(
         name,
         title,
-        tuple(str(head[number]) for number in kept),
+        tuple(plain(head[number]) for number in kept),
         tuple(tuple(row[number] for number in kept) for row in rows),
         note,
     )
@@ -103,8 +103,8 @@ def performance(compared: "Compared") -> list[Block]:
         "paired, of the best weights on the reporting split. Against the baseline: the effect over "
         "paired seeds with its interval, a ratio if it ends in ×; all intervals hold "
         "simultaneously. Retained: the share of the baseline's value that the arm has (of "
-        "perplexity and loss the reverse), more than all of it if the arm is better. Final loss: of the last "
-        "evaluation on the split that selects the weights."
+        "perplexity and loss the reverse), more than all of it if the arm is better. Final loss: "
+        "of the last evaluation on the split that selects the weights."
     )
     return [
         table("performance", "What every arm reached", head, rows, note),
