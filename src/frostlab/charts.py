@@ -59,25 +59,29 @@ def label(text: str, most: int = LABEL) -> str:
 def themed(
     chart: Any, in_page: bool, data: dict[str, Sequence[dict[str, Any]]] | None = None
 ) -> dict[str, Any]:
-    """Return an Altair chart's specification in frostlab's theme, for a page or on white.
+    """Return a chart's specification in frostlab's theme, for a page or on white.
 
+    `chart` is an Altair chart or its specification, in which a theme is replaced.
     `data` are the rows of its named data. They are added last, because Altair copies and validates
     its data at every call.
     """
     ink = "currentColor" if in_page else _INK
-    axis = {"labelColor": ink, "titleColor": ink, "domainColor": GREY, "tickColor": GREY,
-            "titleFontWeight": "normal"}  # fmt: skip
-    styled = (
-        chart.configure(background="transparent" if in_page else "white", font=_FONT)
-        .configure_axis(**axis, gridColor=GREY, gridOpacity=0.25)
-        .configure_legend(labelColor=ink, titleColor=ink)
-        .configure_header(labelColor=ink, titleColor=ink)
-        .configure_title(color=ink, fontSize=13)
-        .configure_text(color=ink)
-        .configure_range(category=list(PALETTE), symbol=list(SHAPES))
-        .configure_view(stroke=None)
-    )
-    spec: dict[str, Any] = styled.to_dict(validate=False)
+    spec = dict(chart) if isinstance(chart, dict) else chart.to_dict(validate=False)
+    config = spec.get("config", {})
+    text = {"labelColor": ink, "titleColor": ink}
+    spec["config"] = config | {
+        "background": "transparent" if in_page else "white",
+        "font": _FONT,
+        "axis": text | {"domainColor": GREY, "tickColor": GREY, "titleFontWeight": "normal",
+                        "labelFontSize": 11, "titleFontSize": 12, "gridColor": GREY,
+                        "gridOpacity": 0.25},
+        "legend": text | {"labelFontSize": 12},
+        "header": text,
+        "title": {"color": ink, "fontSize": 13},
+        "text": {"color": ink},
+        "range": {"category": list(PALETTE), "symbol": list(SHAPES)},
+        "view": config.get("view", {}) | {"stroke": None},
+    }  # fmt: skip
     spec["datasets"] = {**spec.get("datasets", {}), **(data or {})}
     return spec
 

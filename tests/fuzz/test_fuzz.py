@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,9 +67,17 @@ def test_the_campaign_notices(  # type: ignore[no-untyped-def]
     assert tally.tried == {"bad": 1}
 
 
-def test_the_campaign_notices_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fuzz.campaign.SECONDS", 0.2)
-    target = Target(lambda: [b"x"], lambda data, folder: time.sleep(30))
+def busy(data: bytes, folder: Path) -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("hang", [lambda data, folder: time.sleep(30), busy])
+def test_the_campaign_notices_a_hang(
+    monkeypatch: pytest.MonkeyPatch, hang: Callable[[bytes, Path], None]
+) -> None:
+    monkeypatch.setattr("fuzz.campaign.SECONDS", 0.05)
+    target = Target(lambda: [b"x"], hang)
     failure = try_input("slow", target, b"x")
     assert failure is not None
     assert failure.kind == "hang"

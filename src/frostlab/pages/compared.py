@@ -1,6 +1,6 @@
 """The report of a comparison: what was found, how far to trust it, and every number behind it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,21 +10,23 @@ from frostlab.comparison.oelm_json import QUESTIONS, arm_key
 from frostlab.comparison.verdict import MEANINGS
 from frostlab.errors import BadInput
 from frostlab.pages import compared_facts as facts
+from frostlab.pages import compared_figures as drawn
 from frostlab.pages import compared_tables as tables
-from frostlab.pages import figures, record
+from frostlab.pages import record
 from frostlab.pages.compared_tables import COMPARISON, DOUBTFUL
 from frostlab.pages.content import (
     Block,
     Cell,
     Document,
-    Figure,
     Paragraph,
     Records,
     Section,
     item,
     words,
 )
-from frostlab.text import NONE, plain
+from frostlab.pages.curves import Curve
+from frostlab.pages.languages import WORDS, time_pieces, translated, verdict_pieces
+from frostlab.text import plain
 
 EVIDENCE = "evidence.json"
 GAIN = (
@@ -74,7 +76,16 @@ class Compared:
         if confounded:
             pieces += [" Confounded by ", self.cell("confounds", name, format="list"), "."]
         alarm = confounded or not timing.proven or timing.arms[name].flag is not None
+        if self.language in WORDS:
+            arm = timing.arms[name]
+            pieces = time_pieces(name, arm, self.evidence.baseline, self.language, self.cell)
+            return item(*pieces, alarm=alarm)
         return item(*pieces, alarm=alarm, lead=f"Time of a step, {plain(name)}:")
+
+    @cached_property
+    def curves(self) -> dict[str, list[Curve]]:
+        """Curves of the finished runs by arm, read once from their events."""
+        return drawn.read_curves(self)
 
     def cell(self, *keys: str | int, format: str = "number", alarm: bool = False) -> Cell:
         """Return the cell of a value of evidence.json."""
@@ -88,8 +99,8 @@ def document(folder: Path, language: str) -> Document:
         raise BadInput(f"{folder} has no {EVIDENCE}: the comparison is not finished")
     compared = Compared(folder, evidence, Records(folder), language)
     sections = []
-    for name, title, make in SECTIONS:
-        if blocks := make(compared):
+    for name, title, makers in SECTIONS:
+        if blocks := [block for make in makers for block in make(compared)]:
             sections.append(Section(name, title, tuple(blocks)))
     plan = compared.evidence.plan
     return Document(
@@ -99,15 +110,18 @@ def document(folder: Path, language: str) -> Document:
         sections=tuple(sections),
         arms=compared.arms,
         language=language,
+        caution=compared.evidence.caution,
         record=record.of_comparison(compared),
     )
 
 
 def _question(compared: Compared) -> str:
     evidence = compared.evidence
-    return (
-        f"What does {' or '.join(compared.others)} change, compared with {evidence.baseline}, "
-        f"on {evidence.rules.metric}?"
+    question = "What does {arms} change, compared with {baseline}, on {metric}?"
+    return translated(question, compared.language).format(
+        arms=translated(" or ", compared.language).join(compared.others),
+        baseline=evidence.baseline,
+        metric=evidence.rules.metric,
     )
 
 
@@ -116,7 +130,7 @@ def _question(compared: Compared) -> str:
 
 def _first_screen(compared: Compared) -> list[Block]:
     blocks: list[Block] = [*_cautions(compared), *_findings(compared), *_doubts(compared)]
-    if (figure := _paired_figure(compared)) is not None:
+    if (figure := drawn.paired_differences(compared)) is not None:
         blocks.append(figure)
     return blocks
 
@@ -125,14 +139,16 @@ def _cautions(compared: Compared) -> list[Paragraph]:
     evidence = compared.evidence
     blocks = []
     if evidence.caution:
-        blocks.append(words("Caution: ", compared.cell("caution", format="text"), ".", alarm=True))
+        caution = translated("Caution: ", compared.language)
+        blocks.append(words(caution, compared.cell("caution", format="text"), ".", alarm=True))
+    texts = []
     if evidence.plan.quick:
-        blocks.append(words("A quick comparison with short runs: it shows no more than whether a "
-                            "full one is worthwhile.", alarm=True))  # fmt: skip
+        texts.append("A quick comparison with short runs: it shows no more than whether a full "
+                     "one is worthwhile.")  # fmt: skip
     if evidence.plan.runs:
-        blocks.append(words("The runs were chosen after they had ended, so the statements hold "
-                            "only if nobody knew their results.", alarm=True))  # fmt: skip
-    return blocks
+        texts.append("The runs were chosen after they had ended, so the statements hold only if "
+                     "nobody knew their results.")  # fmt: skip
+    return blocks + [words(translated(text, compared.language), alarm=True) for text in texts]
 
 
 def _findings(compared: Compared) -> list[Paragraph]:
@@ -141,6 +157,9 @@ def _findings(compared: Compared) -> list[Paragraph]:
     blocks = []
     for name in compared.others:
         verdict = evidence.verdicts[name]
+        if compared.language in WORDS:
+            blocks.append(_foreign(compared, name))
+            continue
         if verdict.word in DOUBTFUL:
             blocks.append(item(_sentence(compared, "verdicts", name), alarm=True))
             continue
@@ -160,6 +179,15 @@ def _findings(compared: Compared) -> list[Paragraph]:
     return blocks + [compared.time_of(name) for name in compared.others if evidence.timing]
 
 
+def _foreign(compared: Compared, name: str) -> Paragraph:
+    """Return the verdict on an arm in the language of the report, if that is not English."""
+    verdict, language = compared.evidence.verdicts[name], compared.language
+    rules, keys = compared.evidence.rules, ("verdicts", name)
+    pieces = verdict_pieces(verdict, rules, language, compared.cell, *keys)
+    lead = f"{plain(name)}：{WORDS[language][verdict.word]}。"
+    return item(*pieces, alarm=verdict.word in DOUBTFUL, lead=lead)
+
+
 def _doubts(compared: Compared) -> list[Paragraph]:
     """Return what is confounded, missing or unproven, to show in red."""
     evidence, blocks = compared.evidence, []
@@ -176,7 +204,7 @@ def _doubts(compared: Compared) -> list[Paragraph]:
         if verdict.together
     ]  # fmt: skip
     if evidence.timing is not None and not evidence.timing.proven:
-        blocks.append(item("The times of steps are unproven: ",
+        blocks.append(item(translated("The times of steps are unproven: ", compared.language),
                            compared.cell("timing", "reasons", format="list"), ".",
                            alarm=True))  # fmt: skip
     if evidence.assay is not None and not evidence.assay.found:
@@ -213,55 +241,6 @@ def _is_doubt(note: str) -> bool:
     if note.startswith("for other test examples"):
         return "is not shown" in note
     return not note.startswith("look ")
-
-
-def _paired_figure(compared: Compared) -> Figure | None:
-    """Draw each seed's paired difference from the baseline, with the interval of the verdict."""
-    evidence, metric = compared.evidence, compared.evidence.rules.metric
-    ratio = evidence.rules.log
-    base = {run.seed: run.metrics.get(metric) for run in evidence.arms[evidence.baseline].finished}
-    seeds, effects = [], []
-    for name in compared.others:
-        verdict = evidence.verdicts[name]
-        for run in evidence.arms[name].finished:
-            own, other = run.metrics.get(metric), base.get(run.seed)
-            if own is None or other is None or (ratio and other == 0):
-                continue
-            value = own / other if ratio else own - other
-            seeds.append({"arm": name, "seed": run.seed, "value": value, "text": f"{value:+.4g}"})
-        effects.append({"arm": name, **_effect_row(verdict, ratio)})
-    if not seeds:
-        return None
-    what = (
-        f"{metric} / that of {evidence.baseline}"
-        if ratio
-        else f"{metric} − that of {evidence.baseline}"
-    )
-    better = "smaller is better" if evidence.rules.lower_is_better else "larger is better"
-    chart = figures.paired_differences(
-        seeds, effects, compared.arms, f"{plain(what)} ({better})", ratio
-    )
-    caption = (
-        "Each dot is one seed's difference between an arm and the baseline, the thick line the "
-        "interval of the verdict with the effect marked, the dashed line no difference. A true "
-        "effect inside the grey bar would be missed in more than 2 of 10 such comparisons."
-    )
-    return Figure("paired-differences", "Difference from the baseline, seed by seed", chart,
-                  caption, [*seeds, *effects], (EVIDENCE,))  # fmt: skip
-
-
-def _effect_row(verdict: ArmVerdict, ratio: bool) -> dict[str, float | str | None]:
-    paired, seen = verdict.paired, verdict.could_have_seen
-    row: dict[str, float | str | None] = {
-        "effect": paired.effect if paired else None,
-        "low": paired.low if paired else None,
-        "high": paired.high if paired else None,
-        "text": str(paired) if paired else NONE,
-    }
-    if seen is not None:
-        low, high = (1 / (1 + seen), 1 + seen) if ratio else (-seen, seen)
-        row |= {"seen_low": low, "seen_high": high, "seen": f"{seen:.3g}"}
-    return row
 
 
 # Sections
@@ -462,22 +441,25 @@ def _orthogonality(compared: Compared) -> list[str | Cell]:
             *_note_pieces(compared, verdict, "orthogonality"), scale]  # fmt: skip
 
 
-SECTIONS: tuple[tuple[str, str, Callable[[Compared], list[Block]]], ...] = (
-    ("verdicts", "Verdicts", _verdicts),
-    ("questions", "The questions", _questions),
-    ("arms", "The arms", _arms),
-    ("performance", "Performance", tables.performance),
-    ("time", "Time", tables.times),
-    ("convergence", "Convergence", tables.convergence),
-    ("tuning", "Tuning", tables.tuning),
-    ("stages", "Stages", tables.stages),
-    ("subjects", "Subjects", tables.subjects),
-    ("gradients", "Gradient flow", tables.gradients),
-    ("differences", "What differs between the arms", facts.differences),
-    ("data", "Data", facts.data),
-    ("environment", "Environment", facts.environment),
-    ("rules", "The rules fixed beforehand", facts.rules),
-    ("runs", "Every run", facts.runs),
-    ("notes", "Notes and tags", facts.notes),
-    ("methods", "Methods", facts.methods),
+Make = Callable[[Compared], Sequence[Block]]  # the blocks of a section; none if it does not apply
+SECTIONS: tuple[tuple[str, str, tuple[Make, ...]], ...] = (
+    ("verdicts", "Verdicts", (_verdicts,)),
+    ("questions", "The questions", (_questions,)),
+    ("arms", "The arms", (_arms,)),
+    ("performance", "Performance", (drawn.metric_bars, tables.performance)),
+    ("curves", "Training curves", (drawn.training_curves,)),
+    ("time", "Time", (drawn.time_ratios, tables.times, drawn.time_bars, drawn.step_times)),
+    ("convergence", "Convergence", (drawn.cost_curves, tables.convergence)),
+    ("tuning", "Tuning", (drawn.tuning, tables.tuning)),
+    ("stages", "Stages", (tables.stages,)),
+    ("subjects", "Subjects", (tables.subjects,)),
+    ("gradients", "Gradient flow", (drawn.gradient_flow, tables.gradients)),
+    ("share", "Parameters and memory", (drawn.trained_share, drawn.parameters)),
+    ("differences", "What differs between the arms", (facts.differences,)),
+    ("data", "Data", (facts.data,)),
+    ("environment", "Environment", (facts.environment,)),
+    ("rules", "The rules fixed beforehand", (facts.rules,)),
+    ("runs", "Every run", (facts.runs,)),
+    ("notes", "Notes and tags", (facts.notes,)),
+    ("methods", "Methods", (facts.methods,)),
 )

@@ -5,6 +5,7 @@ It has four parts: configuration, results, key findings, and problems and soluti
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from frostlab.comparison.evidence import CONVERGED
 from frostlab.pages import compared_facts as facts
@@ -87,6 +88,8 @@ def _text(pieces: Sequence[str | Cell]) -> str:
 def _cell(cell: str | Cell) -> str:
     if isinstance(cell, str):
         return cell
+    if cell.link is not None:
+        return Markdown(f"[{escaped(cell.text)}]({quote(cell.link)})")
     return Markdown(f"**{escaped(cell.text)}**") if cell.alarm else cell.text
 
 

@@ -50,24 +50,37 @@ _POWER = re.compile(r"(?<=\d)e([+-]?)0*(\d+)\b")  # 5.2e-06
 
 
 def table_files(document: Document) -> dict[str, bytes]:
-    """Return the CSV files of all figures and tables, and the LaTeX files of the tables."""
-    files = {f"{figure.name}.csv": figure_csv(figure) for figure in document.figures}
+    """Return the CSV files of all figures and tables, and the LaTeX files of the tables.
+
+    A caution of the document is a column of every CSV file, and a comment of every LaTeX file.
+    """
+    caution = document.caution
+    files = {f"{figure.name}.csv": figure_csv(figure, caution) for figure in document.figures}
     for table in document.tables:
-        files[f"{table.name}.csv"] = table_csv(table)
-        files[f"{table.name}.tex"] = latex(table).encode()
+        files[f"{table.name}.csv"] = table_csv(table, caution)
+        comment = "" if caution is None else _comment(f"% Caution: {caution}") + "\n"
+        files[f"{table.name}.tex"] = f"{comment}{latex(table)}".encode()
     return files
 
 
-def figure_csv(figure: Figure) -> bytes:
+def figure_csv(figure: Figure, caution: str | None = None) -> bytes:
     """Return the data that a figure draws."""
     head = list(dict.fromkeys(key for row in figure.rows for key in row))
     rows = [[row.get(key, "") for key in head] for row in figure.rows]
-    return _csv([head, *rows])
+    return _csv(_with_caution([head, *rows], caution))
 
 
-def table_csv(table: Table) -> bytes:
+def table_csv(table: Table, caution: str | None = None) -> bytes:
     """Return a table as the page shows it."""
-    return _csv([table.head, *([text_of(cell) for cell in row] for row in table.rows)])
+    rows = [[text_of(cell) for cell in row] for row in table.rows]
+    return _csv(_with_caution([list(table.head), *rows], caution))
+
+
+def _with_caution(rows: Sequence[Sequence[object]], caution: str | None) -> list[Sequence[object]]:
+    if caution is None:
+        return list(rows)
+    head, *others = rows
+    return [[*head, "caution"], *([*row, caution] for row in others)]
 
 
 def _csv(rows: Iterable[Sequence[object]]) -> bytes:

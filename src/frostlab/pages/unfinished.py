@@ -42,6 +42,7 @@ def document(folder: Path, language: str) -> Document:
             *([] if table is None else [Section("runs", "Runs", (table,))]),
         ),
         language=language,
+        caution=baseline.caution,
     )  # fmt: skip
 
 

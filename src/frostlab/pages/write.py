@@ -16,20 +16,25 @@ from pathlib import Path
 from typing import Any
 
 from frostlab import __version__
-from frostlab.charts import figure_files, require_drawing, themed
+from frostlab.charts import RED, figure_files, require_drawing, themed
 from frostlab.errors import BadInput, FrostlabError, nearest
-from frostlab.pages import compared, many, several, unfinished
+from frostlab.experiments import collection
+from frostlab.pages import compared, unfinished
 from frostlab.pages.compared import EVIDENCE
 from frostlab.pages.content import Document
 from frostlab.pages.document import page
+from frostlab.pages.languages import LANGUAGES
+from frostlab.pages.one_run import run_report
 from frostlab.pages.record import markdown
+from frostlab.pages.several import many
 from frostlab.pages.tables import table_files
 from frostlab.records.index import is_comparison, is_run
-from frostlab.storage import Lock, file_digest, read_json, remove_temporary, write_whole
+from frostlab.storage import Lock, file_digest, read_json, remove_temporary
+from frostlab.text import plain, wrapped
 
 PAGE, RECORD, LISTING = "report.html", "report.md", "report.json"
-LANGUAGES = ("en", "zh", "ja")
 _SCHEMA = 1  # version of report.json
+_LINE = 90  # characters of a line below a figure's title
 _TEMPORARY = "report"  # part of the temporary folder's name
 
 
@@ -87,9 +92,9 @@ def _kind(folder: Path) -> tuple[Make, tuple[str, ...]]:
             return compared.document, (EVIDENCE,)
         return unfinished.document, ()
     if is_run(folder):
-        raise BadInput(f"{folder} is a run, which has no report yet")
-    if several.is_several(folder):
-        return many.document, several.sources(folder)
+        return run_report.document, run_report.sources(folder)
+    if collection.is_several(folder):
+        return many.document, collection.sources(folder)
     runs = sorted(path for path in folder.iterdir() if is_run(path))
     if runs:
         raise BadInput(f"{folder} holds single runs; report one of them, such as {runs[0]}")
@@ -99,7 +104,7 @@ def _kind(folder: Path) -> tuple[Make, tuple[str, ...]]:
 def _report_members(folder: Path, language: str) -> list[str]:
     """Write the reports inside a folder that are missing or out of date; return the problems."""
     problems = []
-    for path in several.reported_folders(folder):
+    for path in collection.reported_folders(folder):
         try:
             if not is_current(path, language):
                 report(path, language)
@@ -119,13 +124,24 @@ def _files(document: Document) -> dict[str, bytes]:
     """Return the content of every file of a report, by its path in the folder."""
     files = {PAGE: page(document).encode(), RECORD: markdown(document).encode()}
     for figure in document.figures:
-        for ending, data in figure_files(themed(figure.chart, in_page=False)).items():
+        spec = _with_caution(themed(figure.chart, in_page=False), figure.title, document.caution)
+        for ending, data in figure_files(spec).items():
             files[f"figures/{figure.name}.{ending}"] = data
     for name, data in table_files(document).items():
         files[f"tables/{name}"] = data
     for name, value in document.records.items():
         files[name] = (json.dumps(value, indent=1) + "\n").encode()
     return files
+
+
+def _with_caution(spec: dict[str, Any], title: str, caution: str | None) -> dict[str, Any]:
+    """Return a chart with the caution below its title, because figures are shown alone, too."""
+    if caution is None:
+        return spec
+    own = spec.get("title") or title
+    own = dict(own) if isinstance(own, dict) else {"text": own}
+    lines = wrapped(f"Caution: {plain(caution)}", _LINE, indent="")
+    return spec | {"title": own | {"subtitle": lines, "subtitleColor": RED, "anchor": "start"}}
 
 
 # The exchange of an earlier report for a new one
@@ -136,22 +152,13 @@ def _write(folder: Path, files: Mapping[str, bytes], facts: Mapping[str, Any]) -
     try:
         with Lock(folder):
             remove_temporary(folder, _TEMPORARY)
-            earlier = _listing(folder)
-            before = _listed_files(earlier)
+            before = _listed_files(_listing(folder))
             _check_own(folder, files, before)
             temporary = Path(tempfile.mkdtemp(prefix=f".{_TEMPORARY}.", suffix=".tmp", dir=folder))
             try:
-                _fill(temporary / "new", files)
-                # if this process is killed in between, the files of both reports are listed
-                both = sorted({*before, *files})
-                _write_listing(folder, {"language": None, "made_from": None}, both)
-                try:
-                    _exchange(folder, temporary, {Path(name).parts[0] for name in both})
-                except OSError:
-                    if earlier:
-                        write_whole(folder / LISTING, json.dumps(earlier, indent=1) + "\n")
-                    raise
-                _write_listing(folder, facts, sorted(files))
+                _fill(temporary / "new", {**files, LISTING: _content(facts, files)})
+                both = {*before, *files}
+                _exchange(folder, temporary, both)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
@@ -159,9 +166,10 @@ def _write(folder: Path, files: Mapping[str, bytes], facts: Mapping[str, Any]) -
         raise BadInput(f"the report in {folder} cannot be written: {reason}") from None
 
 
-def _write_listing(folder: Path, facts: Mapping[str, Any], files: Sequence[str]) -> None:
-    values = {"schema": _SCHEMA, "frostlab": __version__, **facts, "files": files}
-    write_whole(folder / LISTING, json.dumps(values, indent=1) + "\n")
+def _content(facts: Mapping[str, Any], files: Iterable[str]) -> bytes:
+    """Return the content of report.json."""
+    values = {"schema": _SCHEMA, "frostlab": __version__, **facts, "files": sorted(files)}
+    return (json.dumps(values, indent=1) + "\n").encode()
 
 
 def _listing(folder: Path) -> dict[str, Any]:
@@ -198,21 +206,32 @@ def _fill(folder: Path, files: Mapping[str, bytes]) -> None:
         path.write_bytes(data)
 
 
-def _exchange(folder: Path, temporary: Path, names: Iterable[str]) -> None:
-    """Move the old files and folders away and the new ones to their places, or undo it all."""
+def _exchange(folder: Path, temporary: Path, files: Iterable[str]) -> None:
+    """Move the old files and folders away and the new ones to their places, or undo it all.
+
+    Meanwhile report.json lists the files of both reports, in case this process is killed.
+    """
     (temporary / "old").mkdir()
-    done: list[str] = []
+    meanwhile = temporary / LISTING
+    meanwhile.write_bytes(_content({"language": None, "made_from": None}, files))
+    names = [LISTING, *sorted({Path(name).parts[0] for name in files}), LISTING]
+    steps = [temporary / "new" / name for name in names]
+    steps[0] = meanwhile
+    done: list[tuple[Path, Path | None]] = []  # each place, and where its former content is
     try:
-        for name in sorted(names):
-            done.append(name)
-            if os.path.lexists(folder / name):
-                os.replace(folder / name, temporary / "old" / name)
-            if (temporary / "new" / name).exists():
-                os.replace(temporary / "new" / name, folder / name)
+        for number, (name, new) in enumerate(zip(names, steps, strict=True)):
+            place, aside = folder / name, temporary / "old" / f"{number}"
+            if os.path.lexists(place):
+                os.replace(place, aside)
+                done.append((place, aside))
+            else:
+                done.append((place, None))
+            if new.exists():
+                os.replace(new, place)
     except OSError:
-        for name in reversed(done):
-            if (temporary / "old" / name).exists():
-                if os.path.lexists(folder / name):
-                    os.replace(folder / name, temporary / "new" / name)
-                os.replace(temporary / "old" / name, folder / name)
+        for number, (place, former) in enumerate(reversed(done)):
+            if os.path.lexists(place):
+                os.replace(place, temporary / f"undone-{number}")
+            if former is not None:
+                os.replace(former, place)
         raise

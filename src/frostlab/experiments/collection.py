@@ -1,16 +1,15 @@
-"""The comparisons and groups inside a folder, with the means over the finished ones."""
+"""The comparisons and groups that a folder holds, by their paths from this folder."""
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 
 from frostlab.comparison.evidence import Evidence, read_evidence
 from frostlab.errors import BadInput
-from frostlab.experiments.means import MEANS, Means, means_of, task_of
+from frostlab.experiments.means import task_of
 from frostlab.experiments.summary import SUMMARY, GroupSummary, read_summary
-from frostlab.pages.compared import EVIDENCE
-from frostlab.pages.content import Cell, Records
 from frostlab.records.index import is_comparison, is_group
+
+EVIDENCE = "evidence.json"
 
 
 @dataclass(frozen=True)
@@ -21,44 +20,6 @@ class Member:
     evidence: Evidence | None
     problem: str | None = None  # why there is no evidence
     group: str | None = None  # path of its group from the reported folder; empty: the folder itself
-
-
-@dataclass(frozen=True)
-class Several:
-    """The comparisons of a folder, from which every section is made."""
-
-    folder: Path
-    members: tuple[Member, ...]
-    groups: dict[str, GroupSummary]  # summaries by the group's path from the reported folder
-    problems: tuple[str, ...]
-    records: Records
-    means: Means = field(init=False)
-
-    def __post_init__(self) -> None:
-        means = means_of({member.name: evidence for member, evidence in self.finished})
-        object.__setattr__(self, "means", means)
-        self.records.add(MEANS, means.to_dict())
-
-    @cached_property
-    def finished(self) -> list[tuple[Member, Evidence]]:
-        """The comparisons that have verdicts."""
-        return [(member, member.evidence) for member in self.members if member.evidence is not None]
-
-    @cached_property
-    def arms(self) -> tuple[str, ...]:
-        """Names of all arms but the baselines, in the order of their first comparison."""
-        return tuple(
-            dict.fromkeys(arm for _, evidence in self.finished for arm in evidence.verdicts)
-        )
-
-    def cell(
-        self, member: Member, *keys: str | int, format: str = "number", alarm: bool = False
-    ) -> Cell:
-        """Return the cell of a value in a comparison's evidence.json."""
-        return self.records.cell(f"{member.name}/{EVIDENCE}", *keys, format=format, alarm=alarm)
-
-
-# What a folder holds
 
 
 def is_several(folder: Path) -> bool:
@@ -110,7 +71,8 @@ def _comparisons(folder: Path) -> list[tuple[str, str | None]]:
     return comparisons
 
 
-def read_several(folder: Path) -> Several:
+def read_members(folder: Path) -> tuple[Member, ...]:
+    """Read the comparisons in a folder; one that cannot be read has the reason as its problem."""
     members = []
     for name, group in _comparisons(folder):
         try:
@@ -121,10 +83,15 @@ def read_several(folder: Path) -> Several:
         except BadInput as error:
             evidence, problem = None, f"cannot be read: {error}"
         members.append(Member(name, evidence, problem, group))
-    groups, problems = {}, []
+    return tuple(members)
+
+
+def read_groups(folder: Path) -> tuple[dict[str, GroupSummary], list[str]]:
+    """Read the summaries of the groups in a folder, by path; return also why one is missing."""
+    summaries, problems = {}, []
     for group in _groups(folder):
         try:
-            groups[group] = read_summary(folder / group)
+            summaries[group] = read_summary(folder / group)
         except BadInput as error:
             problems.append(str(error))
-    return Several(folder, tuple(members), groups, tuple(problems), Records(folder))
+    return summaries, problems

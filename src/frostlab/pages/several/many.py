@@ -5,43 +5,36 @@ linked to its evidence.json, those over several to means.json, which is written 
 those of a group and of its sources to its summary.json.
 """
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from frostlab.charts import GREY, label, require_drawing
-from frostlab.comparison.evidence import ArmVerdict, Effect
+from frostlab.comparison.evidence import ArmVerdict
+from frostlab.experiments.collection import Member, read_groups, read_members
 from frostlab.experiments.means import MEANS, By, Mean
 from frostlab.experiments.summary import (
     MODELS,
     SUMMARY,
     ComparisonSummary,
     model_name,
-    reduced_by,
 )
-from frostlab.pages.compared import EVIDENCE
 from frostlab.pages.content import (
     Block,
     Cell,
     Document,
-    Figure,
     Paragraph,
+    Records,
     Section,
     Table,
     item,
     words,
 )
-from frostlab.pages.figures import WIDTH, arm_colour, arm_shape, toggled
-from frostlab.pages.several import Member, Several, read_several
+from frostlab.pages.several.figures import Several, effect_figures, in_brackets, is_dense
 from frostlab.text import NONE, plain
 
 Row = tuple[str | Cell, ...]
 _PAGE = "report.html"
 _JUDGED = ("better", "worse", "no difference found")  # verdicts
-_MOST_COLUMNS = 6  # arms in a table of comparisons × arms
 _MOST_ITEMS = 12  # effects that the first screen lists
-_MEAN = "mean"  # label of the row of means in a figure
 
 
 # The page
@@ -49,12 +42,16 @@ _MEAN = "mean"  # label of the row of means in a figure
 
 def document(folder: Path, language: str) -> Document:
     """Return the report of several comparisons."""
-    several = read_several(folder)
+    groups, problems = read_groups(folder)
+    several = Several(folder, read_members(folder), groups, tuple(problems), Records(folder))
     sections = []
     for name, title, make in SECTIONS:
         if blocks := make(several):
             sections.append(Section(name, title, tuple(blocks)))
     own = several.groups.get("")
+    cautions = dict.fromkeys(
+        evidence.caution for _, evidence in several.finished if evidence.caution is not None
+    )
     kind = "" if own is None else ", as published" if own.as_published else ", fair"
     title = f"Comparisons: {folder.resolve().name}" if own is None else own.group
     return Document(
@@ -64,6 +61,7 @@ def document(folder: Path, language: str) -> Document:
         sections=tuple(sections),
         arms=several.arms,
         language=language,
+        caution="; ".join(cautions) or None,
         problems=tuple(map(plain, several.problems)),
         records={MEANS: several.means.to_dict()},
     )
@@ -77,7 +75,7 @@ def _first_screen(several: Several) -> list[Block]:
                             alarm=True))  # fmt: skip
     for number, mean in means:
         blocks.append(item(
-            f"{plain(mean.arm)} on {plain(mean.metric)}{_in_brackets(mean.shortcomings)}: ",
+            f"{plain(mean.arm)} on {plain(mean.metric)}{in_brackets(mean.shortcomings)}: ",
             several.records.cell(MEANS, "means", number, "effect", format="effect"),
             ", the mean over ",
             several.records.cell(MEANS, "means", number, "comparisons", format="length"),
@@ -95,7 +93,7 @@ def _first_screen(several: Several) -> list[Block]:
             if len(effects) <= _MOST_ITEMS
         ]  # fmt: skip
     blocks += _doubts(several)
-    return [*blocks, *_figures(several)]
+    return [*blocks, *effect_figures(several)]
 
 
 def _doubts(several: Several) -> list[Paragraph]:
@@ -134,139 +132,13 @@ def _names(members: Sequence[Member]) -> str:
     return plain(", ".join(member.name for member in members))
 
 
-def _in_brackets(shortcomings: Sequence[str]) -> str:
-    return f" ({', '.join(shortcomings)})" if shortcomings else ""
-
-
-# Figures
-
-
-def _figures(several: Several) -> list[Block]:
-    """Draw the effects of every comparison, one figure for each metric."""
-    scales = dict.fromkeys(
-        (evidence.rules.metric, evidence.rules.log, evidence.rules.lower_is_better)
-        for _, evidence in several.finished
-    )
-    names: set[str] = set()
-    figures: list[Block] = []
-    for metric, ratio, lower in scales:
-        rows = _effect_rows(several, metric, ratio)
-        if not rows:
-            continue
-        what = "ratio of" if ratio else "difference of"
-        better = "smaller is better" if lower else "larger is better"
-        title = f"{what} {metric} to the baseline ({better})" if ratio else (
-            f"{what} {metric} from the baseline ({better})")  # fmt: skip
-        caption = (
-            "Each mark is the effect of one arm in one comparison, with the interval of its "
-            "verdict; the dashed line is no difference."
-        )
-        if any(row["doubtful"] for row in rows):
-            caption += " Hollow: confounded, or of scaled, shortened or stand-in runs."
-        if any(row["file"] == MEANS for row in rows):
-            caption += (
-                " The last rows are means over the comparisons, which all have the same weight, "
-                "with 95 % intervals."
-            )
-        name = _file_name(f"effects-{metric}", names)
-        chart = effects_by_comparison(rows, several.arms, plain(title), ratio)
-        files = tuple(sorted({row["file"] for row in rows}))
-        figures.append(Figure(name, f"Effects on {plain(metric)}", chart, caption, rows, files))
-    return figures
-
-
-def _file_name(text: str, taken: set[str]) -> str:
-    """Return a text as a file name that is not taken yet."""
-    name = base = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60]
-    number = 2
-    while name in taken:
-        name, number = f"{base}-{number}", number + 1
-    taken.add(name)
-    return name
-
-
-def _effect_rows(several: Several, metric: str, ratio: bool) -> list[dict[str, Any]]:
-    rows = [
-        _effect_row(member.name, arm, verdict.paired, verdict.word, f"{member.name}/{EVIDENCE}",
-                    bool(evidence.confounds.get(arm) or reduced_by(evidence)))
-        for member, evidence in several.finished
-        if (evidence.rules.metric, evidence.rules.log) == (metric, ratio)
-        for arm, verdict in evidence.verdicts.items()
-        if verdict.paired is not None and verdict.paired.effect is not None
-    ]  # fmt: skip
-    rows += [
-        _effect_row(f"{_MEAN}{_in_brackets(mean.shortcomings)}", mean.arm, mean.effect, _MEAN,
-                    MEANS, bool(mean.shortcomings))
-        for mean in several.means.means
-        if mean.by == "all" and (mean.metric, mean.effect.log) == (metric, ratio)
-    ]  # fmt: skip
-    return rows
-
-
-def _effect_row(
-    name: str, arm: str, effect: Effect, word: str, file: str, doubtful: bool
-) -> dict[str, Any]:
-    return {
-        "comparison": name, "arm": arm, "effect": effect.effect, "low": effect.low,
-        "high": effect.high, "text": str(effect), "verdict": word, "doubtful": doubtful,
-        "file": file,
-    }  # fmt: skip
-
-
-def effects_by_comparison(
-    rows: Sequence[dict[str, Any]], arms: Sequence[str], title: str, ratio: bool
-) -> Any:
-    """Draw the effect and the interval of every arm in every comparison, side by side.
-
-    Rows have comparison, arm, effect, low, high, text, verdict and doubtful.
-    """
-    alt = require_drawing("a report")[0]
-    names = [label(arm) for arm in arms]
-    drawn = [{**row, "arm": label(row["arm"]), "comparison": label(row["comparison"])}
-             for row in rows]  # fmt: skip
-    present = [name for name in names if any(row["arm"] == name for row in drawn)]
-    comparisons = len({row["comparison"] for row in drawn})
-    side_by_side = _is_dense(len(drawn), comparisons, len(present))
-    for row in drawn:
-        row["row"] = row["comparison"] + ("" if side_by_side else f" · {row['arm']}")
-    order = list(dict.fromkeys(row["row"] for row in drawn))
-    scale = alt.Scale(zero=False, nice=True, padding=12)
-    base = alt.Chart(alt.Data(values=drawn)).encode(
-        y=alt.Y("row:N", sort=order, title=None, axis=alt.Axis(labelLimit=320, grid=True)),
-        color=arm_colour(names),
-        tooltip=[alt.Tooltip("comparison:N"), alt.Tooltip("arm:N"),
-                 alt.Tooltip("text:N", title="effect"), alt.Tooltip("verdict:N")],
-    )  # fmt: skip
-    if side_by_side and len(present) > 1:
-        base = base.encode(yOffset=alt.YOffset("arm:N", sort=present,
-                                               scale=alt.Scale(paddingOuter=0.6)))  # fmt: skip
-        height = alt.Step(18, **{"for": "offset"})
-    else:
-        height = alt.Step(26)
-    interval = base.mark_rule(strokeWidth=2.5).encode(
-        x=alt.X("low:Q", title=title, scale=scale), x2="high:Q"
-    )
-    mark = {
-        "x": alt.X("effect:Q", title=title, scale=scale),
-        "shape": arm_shape(names),
-        "size": alt.condition(f"datum.verdict == '{_MEAN}'", alt.value(170), alt.value(80)),
-    }
-    whole = base.transform_filter("!datum.doubtful").mark_point(filled=True, opacity=1)
-    hollow = base.transform_filter("datum.doubtful").mark_point(strokeWidth=2, opacity=1)
-    zero = alt.Chart(alt.Data(values=[{"zero": 1.0 if ratio else 0.0}])).mark_rule(
-        strokeDash=[5, 4], strokeWidth=1.5, stroke=GREY
-    ).encode(x=alt.X("zero:Q", title=title))  # fmt: skip
-    layers = alt.layer(zero, interval, whole.encode(**mark), hollow.encode(**mark))
-    return toggled(layers).properties(width=WIDTH, height=height)
-
-
 # Sections
 
 
 def _verdicts(several: Several) -> list[Block]:
     """Return data set × treatment; if most comparisons lack most arms, one row for each effect."""
     effects = sum(len(evidence.verdicts) for _, evidence in several.finished)
-    dense = _is_dense(effects, len(several.finished), len(several.arms))
+    dense = is_dense(effects, len(several.finished), len(several.arms))
     rows: list[Row] = []
     for member in several.members:
         link = Cell(plain(member.name), link=f"{member.name}/{_PAGE}")
@@ -304,11 +176,6 @@ def _verdicts(several: Several) -> list[Block]:
     return [Table("verdicts", "Verdicts and effects", head, tuple(rows), note)]
 
 
-def _is_dense(effects: int, comparisons: int, arms: int) -> bool:
-    """Return whether a table or figure of comparisons × arms is mostly filled."""
-    return arms <= _MOST_COLUMNS and 2 * effects >= comparisons * arms
-
-
 def _verdict_cell(
     several: Several, member: Member, verdict: ArmVerdict | None, arm: str
 ) -> str | Cell:
@@ -335,9 +202,8 @@ _MEAN_NOTE = (
     "Every comparison has the same weight. The 95 % intervals of means are Welch's, one at a time, "
     "about these comparisons and not about other data; a single comparison has the interval of its "
     "verdict. The share of the baseline is the geometric mean of the shares of its metric that are "
-    "retained (the inverse if lower values are better): above 100 % is better than the baseline. "
-    "Confounded comparisons, and reduced ones (scaled, shortened, stand-ins), have means of their "
-    "own."
+    "retained (the inverse if lower values are better), so that more is better. Confounded "
+    "comparisons, and reduced ones (scaled, shortened, stand-ins), have means of their own."
 )
 
 
@@ -370,7 +236,7 @@ def _models(several: Several) -> list[Block]:
         what = "divided by" if contrast.effect.log else "minus"
         blocks.append(item(
             f"{plain(contrast.arm)} on {plain(contrast.metric)}"
-            f"{_in_brackets(contrast.shortcomings)}: the effect on {first} {what} that on "
+            f"{in_brackets(contrast.shortcomings)}: the effect on {first} {what} that on "
             f"{second} is ",
             several.records.cell(MEANS, "contrasts", number, "effect", format="effect"), ".",
         ))  # fmt: skip
@@ -381,7 +247,7 @@ def _models(several: Several) -> list[Block]:
 
 
 def _arm_of(mean: Mean) -> str:
-    return plain(mean.arm) + _in_brackets(mean.shortcomings)
+    return plain(mean.arm) + in_brackets(mean.shortcomings)
 
 
 def _shared(means: Sequence[tuple[int, Mean]]) -> list[tuple[int, Mean]]:

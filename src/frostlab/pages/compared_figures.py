@@ -1,0 +1,582 @@
+"""The figures of a comparison's report: from its records to the rows that `figures` draws.
+
+Each function returns the figures that the comparison's records allow, possibly none.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from frostlab.comparison.evidence import ArmVerdict, Effect, RunSummary, Summary, TunedSetting
+from frostlab.comparison.statistics import t_critical
+from frostlab.flow.figures import MEANINGS, NUMBER, SIGNS, ZERO, Grid, grid_of, rows_of
+from frostlab.flow.measurements import Flow, flows_of
+from frostlab.pages import figures
+from frostlab.pages.content import FORMATS, Figure
+from frostlab.pages.curves import Curve, mean_points, read_curve, span_of
+from frostlab.text import NONE, counted, number, plain
+
+if TYPE_CHECKING:
+    from frostlab.pages.compared import Compared
+
+_EVIDENCE = "evidence.json"
+_ALPHA = 0.05  # of the intervals of means, which belong to no verdict
+_DECADE = 10.0  # a loss or a perplexity that spans more is drawn on a logarithmic scale
+_SYMBOLS = 16  # most symbols on a line
+_HEAT_ROWS, _HEAT_COLUMNS, _HEAT_ARMS = 24, 24, 8  # of heat maps
+_LOGARITHMIC = ("loss", "perplexity")
+_QUANTITIES = {  # of gradient flow, by their keys in evidence.json
+    "front_ratio": "gradient of the front / of the output",
+    "weight_change": "weight change of the front",
+    "update": "update / weight of the front",
+}
+_MEMORY = {  # sizes in evidence.json's timing, by key
+    "peak_bytes": "peak memory",
+    "optimizer_bytes": "optimizer state",
+    "checkpoint_bytes": "trainable weights",
+}
+
+
+# Runs
+
+
+def _runs(compared: "Compared", arm: str) -> list[RunSummary]:
+    """Return the finished runs of an arm that are not refused as pairs."""
+    refused = {(pair.arm, pair.seed) for pair in compared.evidence.refused_pairs}
+    return [run for run in compared.evidence.arms[arm].finished if (arm, run.seed) not in refused]
+
+
+def read_curves(compared: "Compared") -> dict[str, list[Curve]]:
+    """Return the curves of each arm's finished runs, without runs whose events are missing."""
+    runs = {arm: _runs(compared, arm) for arm in compared.arms}
+    span = span_of(max((run.steps for group in runs.values() for run in group), default=1))
+    read = {
+        arm: [read_curve(compared.folder / run.folder, span) for run in group]
+        for arm, group in runs.items()
+    }
+    return {arm: [curve for curve in group if curve is not None] for arm, group in read.items()}
+
+
+# Differences
+
+
+def paired_differences(compared: "Compared") -> Figure | None:
+    """Draw each seed's paired difference from the baseline, with the interval of the verdict."""
+    evidence, metric = compared.evidence, compared.evidence.rules.metric
+    ratio = evidence.rules.log
+    base = {run.seed: run.metrics.get(metric) for run in evidence.arms[evidence.baseline].finished}
+    seeds, effects = [], []
+    for name in compared.others:
+        for run in _runs(compared, name):
+            own, other = run.metrics.get(metric), base.get(run.seed)
+            if own is None or other is None or (ratio and (own <= 0 or other <= 0)):
+                continue
+            value = own / other if ratio else own - other
+            text = f"{value:.4g} ×" if ratio else f"{value:+.4g}"
+            seeds.append({"arm": name, "seed": run.seed, "value": value, "text": text})
+        effects.append({"arm": name, **_effect_row(evidence.verdicts[name], ratio)})
+    if not seeds:
+        return None
+    sign = "/" if ratio else "−"
+    better = "smaller is better" if evidence.rules.lower_is_better else "larger is better"
+    chart = figures.paired_differences(
+        seeds, effects, compared.arms,
+        f"{plain(metric)} {sign} that of {plain(evidence.baseline)} ({better})", ratio,
+    )  # fmt: skip
+    what = "ratio of an arm to the baseline" if ratio else "difference of an arm from the baseline"
+    caption = f"Each dot is one seed's {what}; the dashed line is no difference."
+    if any(row["low"] is not None or row["high"] is not None for row in effects):
+        caption += " The line above the dots is the interval of the verdict, with the effect marked"
+        caption += "; an arrow means that it goes on."
+    if any("seen" in row for row in effects):
+        caption += " A true effect inside the grey bar would be missed in more than 2 of 10 such"
+        caption += " comparisons."
+    return Figure("paired-differences", "Difference from the baseline, seed by seed", chart,
+                  caption, [*seeds, *effects], (_EVIDENCE,))  # fmt: skip
+
+
+def _effect_row(verdict: ArmVerdict, ratio: bool) -> dict[str, float | str | None]:
+    row, seen = _effect(verdict.paired), verdict.could_have_seen
+    if seen is not None:
+        low, high = (1 / (1 + seen), 1 + seen) if ratio else (-seen, seen)
+        row |= {"seen_low": low, "seen_high": high, "seen": f"{seen:.3g}"}
+    return row
+
+
+def _effect(effect: Effect | None) -> dict[str, float | str | None]:
+    if effect is None:
+        return {"effect": None, "low": None, "high": None, "text": NONE}
+    return {"effect": effect.effect, "low": effect.low, "high": effect.high, "text": str(effect)}
+
+
+# Means
+
+
+def _mean_row(summary: Summary | None, format: str = "number") -> dict[str, Any] | None:
+    """Return a mean over seeds with its 95 % interval (t distribution)."""
+    if summary is None or summary.mean is None:
+        return None
+    low = high = None
+    if summary.std is not None and summary.n > 1:
+        half = t_critical(summary.n, _ALPHA) * summary.std / math.sqrt(summary.n)
+        low, high = summary.mean - half, summary.mean + half
+    text = FORMATS[format](summary.mean)
+    if low is not None:
+        text += f" [{number(low)}, {number(high)}]"
+    return {"mean": summary.mean, "low": low, "high": high, "n": summary.n, "text": text}
+
+
+def metric_bars(compared: "Compared") -> list[Figure]:
+    """Draw the mean of the metric on the report split, with its interval."""
+    metric = compared.evidence.rules.metric
+    return _bars(
+        compared, "metric-means", f"Mean {plain(metric)} of each arm", plain(metric),
+        {arm: compared.evidence.arms[arm].metrics.get(metric) for arm in compared.arms},
+        "The bar is the mean over seeds, the line its 95 % interval. Arms share their seeds, so "
+        "the paired differences above are more precise than these intervals.",
+    )  # fmt: skip
+
+
+def time_bars(compared: "Compared") -> list[Figure]:
+    """Draw the mean total time of a run, with its interval."""
+    caption = (
+        "Total time of a whole run: the bar is the mean over seeds, the line its 95 % interval."
+    )
+    if not compared.evidence.rounds:
+        caption += (
+            " The runs were not timed in turns, so a difference may come from the machine; the "
+            "steps that were timed against each other are the fair comparison."
+        )
+    return _bars(
+        compared, "run-times", "Time of a whole run", "seconds",
+        {arm: compared.evidence.arms[arm].seconds for arm in compared.arms}, caption,
+    )  # fmt: skip
+
+
+def _bars(
+    compared: "Compared",
+    name: str,
+    title: str,
+    axis: str,
+    summaries: Mapping[str, Summary | None],
+    caption: str,
+) -> list[Figure]:
+    rows = [
+        {"arm": arm, **row}
+        for arm, summary in summaries.items()
+        if (row := _mean_row(summary)) is not None
+    ]
+    if not rows:
+        return []
+    chart = figures.bars(rows, compared.arms, axis)
+    return [Figure(name, title, chart, caption, rows, (_EVIDENCE,))]
+
+
+# Curves
+
+
+def training_curves(compared: "Compared") -> list[Figure]:
+    """Draw the metric on the selecting split, and the training loss, by step."""
+    metric, split = _selecting(compared)
+    drawn = []
+    if metric is not None:
+        values = {
+            arm: [curve.metric(metric) for curve in curves]
+            for arm, curves in compared.curves.items()
+        }
+        drawn += _curves(
+            compared, "training-curves", f"{plain(metric)} on the {split} split during training",
+            "step", plain(metric), values, {}, _is_logarithmic(metric, values),
+        )  # fmt: skip
+    losses = {arm: [curve.losses for curve in curves] for arm, curves in compared.curves.items()}
+    drawn += _curves(
+        compared, "training-loss", "Training loss", "step", "training loss", losses, {},
+        _is_logarithmic("loss", losses), _averaged(compared),
+    )  # fmt: skip
+    return drawn
+
+
+def step_times(compared: "Compared") -> list[Figure]:
+    """Draw the time of a training step by step."""
+    times = {arm: [curve.step_ms for curve in curves] for arm, curves in compared.curves.items()}
+    return _curves(
+        compared, "step-times", "Time of a training step during the runs", "step", "ms a step",
+        times, {}, False, "Steps of the warm-up are left out." + _averaged(compared),
+    )  # fmt: skip
+
+
+def cost_curves(compared: "Compared") -> list[Figure]:
+    """Draw the metric on the selecting split against seconds and against FLOPs."""
+    metric, split = _selecting(compared)
+    if metric is None:
+        return []
+    values = {
+        arm: [curve.metric(metric) for curve in curves] for arm, curves in compared.curves.items()
+    }
+    log = _is_logarithmic(metric, values)
+    seconds = {
+        arm: [curve.seconds() for curve in curves] for arm, curves in compared.curves.items()
+    }
+    jobs = compared.evidence.jobs
+    note = "Seconds are the mean over the runs, and include evaluations."
+    if jobs > 1:
+        note += " Runs were trained in parallel on one machine, which makes them slower."
+    drawn = _curves(
+        compared, "metric-by-seconds", f"{plain(metric)} on the {split} split against time",
+        "seconds since the start of the run", plain(metric), values, seconds, log, note,
+    )  # fmt: skip
+    flops = _flops(compared, values)
+    drawn += _curves(
+        compared, "metric-by-flops", f"{plain(metric)} on the {split} split against work",
+        "FLOPs of the training steps", plain(metric),
+        {arm: runs for arm, runs in values.items() if arm in flops}, flops, log,
+        "FLOPs are the matrix products of the timed steps, times the number of steps.", short=True,
+    ) if flops else []  # fmt: skip
+    return drawn
+
+
+def _flops(
+    compared: "Compared", values: Mapping[str, Sequence[Mapping[int, float]]]
+) -> dict[str, list[dict[int, float]]]:
+    """Return the FLOPs until each evaluated step, for the arms whose steps were timed."""
+    timing, flops = compared.evidence.timing, {}
+    for arm, runs in values.items():
+        limits = timing.arms[arm].limits if timing is not None and arm in timing.arms else None
+        each = (limits or {}).get("flops")
+        if isinstance(each, int | float) and each > 0:
+            flops[arm] = [{step: step * float(each) for step in run} for run in runs]
+    return flops
+
+
+def _selecting(compared: "Compared") -> tuple[str | None, str]:
+    """Return the metric to draw and its split: the plan's, or else the one that selects weights."""
+    data, metric = compared.evidence.data, compared.evidence.rules.metric
+    split = "tune" if data is not None and "tune" in data.splits else "report"
+    evaluations = [
+        evaluation
+        for curves in compared.curves.values()
+        for curve in curves
+        for evaluation in curve.evaluations[:1]
+    ]
+    if any(metric in evaluation.metrics for evaluation in evaluations):
+        return metric, split
+    names = (name for evaluation in evaluations for name in evaluation.metrics)
+    return next(names, None), split
+
+
+def _is_logarithmic(metric: str, values: Mapping[str, Sequence[Mapping[int, float]]]) -> bool:
+    """Return whether a loss or a perplexity spans more than a decade."""
+    numbers = [value for runs in values.values() for run in runs for value in run.values()]
+    if metric not in _LOGARITHMIC or not numbers or min(numbers) <= 0:
+        return False
+    return max(numbers) / min(numbers) > _DECADE
+
+
+def _averaged(compared: "Compared") -> str:
+    steps = max((run.steps for arm in compared.arms for run in _runs(compared, arm)), default=1)
+    return "" if span_of(steps) == 1 else " Each point is the mean of successive steps."
+
+
+def _curves(
+    compared: "Compared",
+    name: str,
+    title: str,
+    x: str,
+    y: str,
+    values: Mapping[str, Sequence[Mapping[int, float]]],
+    places: Mapping[str, Sequence[Mapping[int, float]]],
+    log: bool,
+    note: str = "",
+    short: bool = False,
+) -> list[Figure]:
+    """Return the figure of each arm's mean and band; none if no arm has two points."""
+    points = []
+    for arm, runs in values.items():
+        line = mean_points(runs, log, places.get(arm, ()))
+        most = max((point["runs"] for point in line), default=0)
+        between = max(1, math.ceil(len(line) / _SYMBOLS))
+        for index, point in enumerate(line):
+            following = line[index + 1] if index + 1 < len(line) else point
+            points.append({
+                "arm": arm, **point, "text": _with_band(point), "all": point["runs"] == most,
+                "turn": point["runs"] == most and following["runs"] < most,
+                "dot": index % between == 0 or index == len(line) - 1,
+            })  # fmt: skip
+    if max((sum(row["arm"] == arm for row in points) for arm in values), default=0) < 2:
+        return []
+    chart = figures.curves(points, compared.arms, x, y, log, short)
+    caption = "The line is the mean over the finished runs"
+    if any(point["low"] is not None for point in points):
+        caption += ", the band one standard deviation around it"
+    caption += ", both on the logarithmic scale." if log else "."
+    if not all(point["all"] for point in points):
+        caption += " It is dashed where some runs had ended."
+    files = tuple(f"{run.folder}/events.jsonl" for arm in values for run in _runs(compared, arm))
+    return [Figure(name, title, chart, f"{caption} {note.strip()}".strip(), points, files)]
+
+
+def _with_band(point: Mapping[str, Any]) -> str:
+    if point["low"] is None:
+        return number(point["mean"])
+    return f"{number(point['mean'])} [{number(point['low'])}, {number(point['high'])}]"
+
+
+# Time
+
+
+def time_ratios(compared: "Compared") -> list[Figure]:
+    """Draw the ratio of each arm's step time to the baseline's, with its ceiling and control."""
+    timing = compared.evidence.timing
+    if timing is None:
+        return _round_ratios(compared)
+    rows: list[dict[str, Any]] = []
+    for arm in compared.others:
+        timed = timing.arms[arm]
+        row = {"arm": arm, "effect": timed.ratio, "low": timed.low, "high": timed.high,
+               "text": FORMATS["step ratio"](vars(timed))}  # fmt: skip
+        if timed.ceiling is not None:
+            first = not any("ceiling" in earlier for earlier in rows)
+            row |= {"ceiling": timed.ceiling, "first": first,
+                    "ceiling_text": f"{timed.ceiling:.4f}"}  # fmt: skip
+        rows.append(row)
+    if all(row["effect"] is None for row in rows):
+        return _round_ratios(compared)
+    control, band = timing.control, None
+    if control.low is not None and control.high is not None:
+        band = {"low": control.low, "high": control.high,
+                "text": FORMATS["step ratio"](vars(control))}  # fmt: skip
+    baseline = plain(compared.evidence.baseline)
+    title = f"time of a step / that of {baseline} (smaller is faster)"
+    chart = figures.time_ratios(rows, compared.arms, band, title)
+    caption = (
+        "Ratio of the time of a training step, with its interval; steps of all arms were timed in "
+        "turns on the same batches. The dashed line is equal time."
+    )
+    if band:
+        caption += (
+            " The grey band is the A/A control: the interval of a copy of the baseline against the "
+            "baseline. An effect of its size shows nothing."
+        )
+    if any("ceiling" in row for row in rows):
+        caption += (
+            " The red mark is the ceiling: the FLOPs that the treatment saves explain no smaller "
+            "ratio."
+        )
+    if not timing.proven:
+        caption += " These times are unproven."
+    stored = [*rows, {"arm": "A/A control", **band}] if band else rows
+    return [Figure("step-time-ratios", "Time of a step, against the baseline", chart, caption,
+                   stored, (_EVIDENCE,)), *_round_ratios(compared)]  # fmt: skip
+
+
+def _round_ratios(compared: "Compared") -> list[Figure]:
+    """Draw the ratio of the times of whole runs that were trained in turns."""
+    rounds = compared.evidence.rounds
+    rows = [
+        {"arm": arm, **_effect(rounds[arm].paired)}
+        for arm in compared.others
+        if arm in rounds and rounds[arm].paired is not None
+    ]
+    if all(row["effect"] is None for row in rows):
+        return []
+    baseline = plain(compared.evidence.baseline)
+    title = f"time of a run / that of {baseline} (smaller is faster)"
+    chart = figures.time_ratios(rows, compared.arms, None, title)
+    caption = (
+        "Ratio of the total time of whole runs, with its interval; runs of all arms alternated. "
+        "The dashed line is equal time."
+    )
+    return [Figure("run-time-ratios", "Time of a whole run, against the baseline", chart, caption,
+                   rows, (_EVIDENCE,))]  # fmt: skip
+
+
+# Tuning
+
+
+def tuning(compared: "Compared") -> list[Figure]:
+    """Draw the response to each tuned setting, one figure for each."""
+    drawn = (_response(compared, index) for index in range(len(compared.evidence.tuning)))
+    return [figure for figure in drawn if figure is not None]
+
+
+def _response(compared: "Compared", index: int) -> Figure | None:
+    setting = compared.evidence.tuning[index]
+    rows: list[dict[str, Any]] = [
+        {"arm": arm, "value": point.value, "mean": point.mean, "low": point.low,
+         "high": point.high, "chosen": point.chosen, "best": setting.best[arm] == point.value,
+         "mark": f"{point.chosen} of {counted(len(point.scores), 'seeds')}",
+         "text": "a run did not finish" if point.mean is None else _with_band(vars(point))}
+        for arm in compared.arms
+        for point in setting.curves[arm]
+    ]  # fmt: skip
+    means = [row["mean"] for row in rows if row["mean"] is not None]
+    if not means:
+        return None
+    metric = compared.evidence.rules.metric
+    log_y = compared.evidence.rules.log and min(means) > 0 and max(means) / min(means) > _DECADE
+    is_rate = setting.key in ("lr", "optim.lr")
+    what = "learning rate" if is_rate else plain(setting.key)
+    chart = figures.responses(
+        rows, compared.arms, what, f"best {plain(metric)} while tuning",
+        (_is_geometric(setting), log_y),
+    )  # fmt: skip
+    caption = (
+        "Mean over seeds of the best score on the split that selects the weights, with its 95 % "
+        "interval; all arms have the same scale. Filled symbols are the values that were chosen; "
+        "for each seed, the scores of the other seeds choose."
+    )
+    if len(means) < len(rows):
+        caption += " A red × is a value with which a run did not finish."
+    slug = re.sub(r"[^a-z0-9]+", "-", setting.key.lower()).strip("-")[:40]
+    name = f"tuning-{slug}" if slug else f"tuning-{index}"
+    return Figure(name, f"Response to the {what}", chart, caption, rows, (_EVIDENCE,))
+
+
+def _is_geometric(setting: TunedSetting) -> bool:
+    """Return whether the values of a grid suit a logarithmic axis."""
+    return min(setting.values) > 0 and max(setting.values) / min(setting.values) >= 4
+
+
+# Gradient flow
+
+
+def gradient_flow(compared: "Compared") -> list[Figure]:
+    """Draw the flow's quantities against the baseline, and a heat map for each arm."""
+    return [*_flow_ratios(compared), *_heat_maps(compared)]
+
+
+def _flow_ratios(compared: "Compared") -> list[Figure]:
+    rows = [
+        {"quantity": title, "arm": arm, **_effect(quantity.against)}
+        for key, title in _QUANTITIES.items()
+        for arm in compared.others
+        if (quantity := compared.evidence.flow.get(arm, {}).get(key)) is not None
+        and quantity.against is not None
+    ]
+    rows = [row for row in rows if row["effect"] is not None]
+    if not rows:
+        return []
+    chart = figures.ratios(
+        rows, compared.arms, f"ratio to {plain(compared.evidence.baseline)}",
+        list(_QUANTITIES.values()),
+    )  # fmt: skip
+    caption = (
+        "Ratios of an arm to the baseline with their 95 % intervals, paired by seed; the dashed "
+        "line is no difference. The front is the first two layers, the output the head."
+    )
+    return [Figure("flow-ratios", "Gradient flow, against the baseline", chart, caption, rows,
+                   (_EVIDENCE,))]  # fmt: skip
+
+
+def _heat_maps(compared: "Compared") -> list[Figure]:
+    """Draw the gradient norm of every part by step, for the first watched run of each arm."""
+    grids: dict[str, Grid] = {}
+    files = []
+    for arm in compared.arms[:_HEAT_ARMS] if compared.evidence.flow else ():
+        for run in _runs(compared, arm)[:1]:
+            if (flow := _last_flow(compared, run)) is not None and flow.reports:
+                rows = rows_of(flow, _HEAT_ROWS)[:_HEAT_ROWS]
+                grids[arm] = grid_of(flow, "gradient", rows, _HEAT_COLUMNS)
+                files.append(f"{run.folder}/events.jsonl")
+    cells = [cell for arm, grid in grids.items() for cell in _cells(arm, grid)]
+    if not any(cell["power"] is not None for cell in cells):
+        return []
+    chart = figures.heat_maps(cells, list(grids), "gradient norm")
+    caption = "Norm of the gradient of each part of the model by step, in the first run of each arm"
+    caption += "; all arms have the same scale."
+    drawn = {cell["sign"] for cell in cells}
+    explained = [f"{sign} is {MEANINGS[kind]}" for kind, sign in SIGNS.items()
+                 if sign in drawn and kind != ZERO]  # fmt: skip
+    if explained:
+        caption += f" In grey cells, {', '.join(explained)}."
+    if len(compared.arms) > _HEAT_ARMS:
+        caption += " Only the first arms of the plan are drawn."
+    return [Figure("gradient-heat-maps", "Gradients by layer and step", chart, caption, cells,
+                   tuple(files))]  # fmt: skip
+
+
+def _last_flow(compared: "Compared", run: RunSummary) -> Flow | None:
+    flows = flows_of(compared.folder / run.folder)
+    return next(reversed(flows.values())) if flows else None
+
+
+def _cells(arm: str, grid: Grid) -> Iterable[dict[str, Any]]:
+    for place, (row, line) in enumerate(zip(grid.rows, grid.cells, strict=True)):
+        for step, cell in zip(grid.steps, line, strict=True):
+            known = cell.kind == NUMBER
+            yield {"arm": arm, "row": plain(row.name), "place": place, "step": step,
+                   "power": round(grid.power(cell.value), 3) if known else None,
+                   "sign": SIGNS.get(cell.kind, ""),
+                   "text": f"{cell.value:.3g}" if known else MEANINGS[cell.kind]}  # fmt: skip
+
+
+# Size
+
+
+def parameters(compared: "Compared") -> list[Figure]:
+    """Draw the numbers of trainable and frozen parameters, and the memory of timed arms."""
+    rows = []
+    for arm in compared.arms:
+        if (size := compared.evidence.arms[arm].parameters) is None:
+            continue
+        frozen = size.total - size.trainable
+        rows += [
+            {"arm": arm, "kind": kind, "size": amount, "text": f"{amount:,}"}
+            for kind, amount in (("trainable", size.trainable), ("frozen", frozen))
+        ]
+    drawn = []
+    if rows:
+        kinds = ("trainable", "frozen")
+        chart = figures.sizes(rows, compared.arms, "parameters", kinds, stacked=True)
+        caption = "Numbers of parameters that train (dark) and that stay as they are (light)."
+        drawn.append(Figure("parameters", "Parameters", chart, caption, rows, (_EVIDENCE,)))
+    return drawn + _memory(compared)
+
+
+def _memory(compared: "Compared") -> list[Figure]:
+    timing = compared.evidence.timing
+    if timing is None:
+        return []
+    rows = [
+        {"arm": arm, "kind": kind, "size": size, "text": FORMATS["MiB"](size)
+         if size >= 2**20 else f"{size:,} bytes"}
+        for arm in compared.arms
+        for key, kind in _MEMORY.items()
+        if arm in timing.arms and (size := getattr(timing.arms[arm], key)) is not None
+    ]  # fmt: skip
+    if not rows:
+        return []
+    kinds = [kind for kind in _MEMORY.values() if any(row["kind"] == kind for row in rows)]
+    chart = figures.sizes(rows, compared.arms, "bytes", kinds, stacked=False)
+    caption = "Memory of each arm in the timed steps."
+    return [Figure("memory", "Memory", chart, caption, rows, (_EVIDENCE,))]
+
+
+def trained_share(compared: "Compared") -> list[Figure]:
+    """Draw the metric against the share of parameters that trains."""
+    metric, rows = compared.evidence.rules.metric, []
+    for arm in compared.arms:
+        evidence = compared.evidence.arms[arm]
+        row, size = _mean_row(evidence.metrics.get(metric)), evidence.parameters
+        if row is not None and size is not None and size.total:
+            share = size.trainable / size.total
+            rows.append({"arm": arm, "share": share, "share_text": f"{share:.1%}", **row})
+    if len({row["share"] for row in rows}) < 2:
+        return []
+    _spread_out(rows)
+    chart = figures.trade_off(rows, compared.arms, "share of parameters that trains", plain(metric))
+    caption = "The symbol is the mean over seeds, the line its 95 % interval. Arms with the same "
+    caption += "share are drawn side by side."
+    return [Figure("trained-share", f"{plain(metric)} against the share that trains", chart,
+                   caption, rows, (_EVIDENCE,))]  # fmt: skip
+
+
+def _spread_out(rows: Sequence[dict[str, Any]]) -> None:
+    """Give rows with equal shares different places, `at`, so that they do not cover each other."""
+    shares = [row["share"] for row in rows]
+    apart = 0.02 * (max(shares) - min(shares))
+    for share in set(shares):
+        equal = [row for row in rows if row["share"] == share]
+        for index, row in enumerate(equal):
+            row["at"] = share + apart * (index - (len(equal) - 1) / 2)

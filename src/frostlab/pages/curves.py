@@ -1,0 +1,205 @@
+"""Training curves of runs, read from their events line by line.
+
+A run can have a million events. Only the kinds that a curve needs are parsed, and the losses and
+times of training steps are averaged over spans of steps while they are read.
+"""
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from frostlab.errors import BadInput
+from frostlab.storage import read_lines
+from frostlab.typed import parse
+
+MOST_POINTS = 200  # of a curve
+_KIND = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(\w+)"')
+_EVENTS = "events.jsonl"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation on the split that selects the weights."""
+
+    step: int
+    epoch: float
+    seconds: float  # of the run's total time until then
+    metrics: dict[str, float]  # the finite ones
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The evaluations and the training steps of one run."""
+
+    evaluations: tuple[Evaluation, ...]
+    losses: dict[int, float]  # by the last step of each span: mean training loss
+    step_ms: dict[int, float]  # by the last step of each span: mean time of a step after warm-up
+
+    def metric(self, name: str) -> dict[int, float]:
+        """Return a metric by step."""
+        return {
+            evaluation.step: evaluation.metrics[name]
+            for evaluation in self.evaluations
+            if name in evaluation.metrics
+        }
+
+    def seconds(self) -> dict[int, float]:
+        """Return the run's time until each evaluation, by step."""
+        return {evaluation.step: evaluation.seconds for evaluation in self.evaluations}
+
+
+def span_of(steps: int, most: int = MOST_POINTS) -> int:
+    """Return the number of steps to average so that a run has at most `most` points."""
+    return max(1, math.ceil(steps / most))
+
+
+def read_curve(folder: Path, span: int = 1) -> Curve | None:
+    """Read a run's curve, with `span` steps in each average; None if the run has no events."""
+    path = folder / _EVENTS
+    try:
+        resumed = list(_resumed(path))
+        return _read(path, resumed, span)
+    except FileNotFoundError:
+        return None
+
+
+def _lines(path: Path, kinds: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the values of each line of these kinds, and skip truncated lines."""
+    wanted = frozenset(kinds)
+    for number, line in enumerate(read_lines(path), 1):
+        match = _KIND.match(line)
+        if match is not None and match[1] not in wanted:
+            continue  # without parsing it, which takes most of the time
+        values = parse(line)
+        if values is not None and str(values.get("kind")).encode() in wanted:
+            yield number, values
+
+
+def _resumed(path: Path) -> Iterator[tuple[int, int]]:
+    """Yield the line and the step at which the run was resumed, each time."""
+    for number, values in _lines(path, [b"resume"]):
+        try:
+            yield number, int(values["step"])
+        except (KeyError, TypeError, ValueError):
+            raise BadInput(f"{path} line {number} is not a valid event") from None
+
+
+def _read(path: Path, resumed: Sequence[tuple[int, int]], span: int) -> Curve:
+    evaluations: dict[int, Evaluation] = {}
+    losses, times = _Average(span), _Average(span)
+    last_valid = _last_valid(resumed)
+    for number, values in _lines(path, [b"step", b"evaluation"]):
+        try:
+            if values["step"] > last_valid(number):
+                continue  # done again after the run was resumed
+            if values["kind"] == "step":
+                warmup = values["warmup"]
+                losses.add(values["first"], values["loss"])
+                times.add(values["first"] + warmup, values["ms"][warmup:])
+            elif values.get("checkpoint") is None:  # not the report of the final weights
+                evaluation = Evaluation(values["step"], values["epoch"], values["total_seconds"],
+                                        _finite(values["metrics"]))  # fmt: skip
+                evaluations[evaluation.step] = evaluation
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise BadInput(f"{path} line {number} is not a valid event") from None
+    in_order = tuple(evaluations[step] for step in sorted(evaluations))
+    return Curve(in_order, losses.means(), times.means())
+
+
+def _last_valid(resumed: Sequence[tuple[int, int]]) -> Any:
+    """Return a function of a line's number: the last step that no later resume took back."""
+    lines = [line for line, _ in resumed]
+    least: list[float] = [math.inf]
+    for _, step in reversed(resumed):
+        least.append(min(least[-1], step))
+    least.reverse()  # by the number of resumes before a line
+    return lambda line: least[bisect_right(lines, line)]
+
+
+def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+@dataclass
+class _Average:
+    """Means of finite values over spans of steps; a span ends at a multiple of `span`."""
+
+    span: int
+    sums: dict[int, float] = field(default_factory=dict)  # by span
+    counts: dict[int, int] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)  # the last step of each span so far
+
+    def add(self, first: int, values: Sequence[float | None]) -> None:
+        """Add the values of successive steps."""
+        begin = 0
+        while begin < len(values):
+            index = (first + begin - 1) // self.span
+            end = min(len(values), (index + 1) * self.span - first + 1)
+            part: Sequence[Any] = values[begin:end]
+            try:
+                total = math.fsum(part)
+            except (TypeError, OverflowError):  # None: not finite
+                total = math.nan
+            if not math.isfinite(total):
+                part = [value for value in part if value is not None and math.isfinite(value)]
+                total = math.fsum(part)
+            if part:
+                self.sums[index] = self.sums.get(index, 0.0) + total
+                self.counts[index] = self.counts.get(index, 0) + len(part)
+                self.last[index] = max(self.last.get(index, 0), first + end - 1)
+            begin = end
+
+    def means(self) -> dict[int, float]:
+        """Return the mean of each span by its last step, in order."""
+        return {
+            self.last[index]: self.sums[index] / self.counts[index] for index in sorted(self.sums)
+        }
+
+
+def mean_points(
+    runs: Sequence[Mapping[int, float]], log: bool, places: Sequence[Mapping[int, float]] = ()
+) -> list[dict[str, Any]]:
+    """Return the mean over runs, with the band mean ± standard deviation, at every step.
+
+    On a logarithmic scale these are the geometric mean and standard deviation. `places` are the
+    runs' positions on the x axis by step, whose means are used; by default x is the step. A point
+    of one run has no band.
+    """
+    points = []
+    for step in sorted({step for run in runs for step in run}):
+        values = [run[step] for run in runs if step in run and (run[step] > 0 or not log)]
+        if not values:
+            continue
+        at = [place[step] for place in places if step in place]
+        if log:
+            values = [math.log(value) for value in values]
+        mean, spread = fmean(values), stdev(values) if len(values) > 1 else None
+        low, high = (None, None) if spread is None else (mean - spread, mean + spread)
+        ends = [None if end is None else math.exp(end) if log else end for end in (low, mean, high)]
+        points.append({"step": step, "x": fmean(at) if at else step, "mean": ends[1],
+                       "low": ends[0], "high": ends[2], "runs": len(values)})  # fmt: skip
+    return thinned(points, "mean")
+
+
+def thinned(
+    points: Sequence[dict[str, Any]], key: str, most: int = MOST_POINTS
+) -> list[dict[str, Any]]:
+    """Return at most `most` points: the ends, and the extremes of equal parts between them."""
+    if len(points) <= most:
+        return list(points)
+    parts = max(1, (most - 2) // 2)
+    kept = {0, len(points) - 1}
+    for part in range(parts):
+        begin, end = (1 + k * (len(points) - 2) // parts for k in (part, part + 1))
+        kept.add(min(range(begin, end), key=lambda i: points[i][key]))
+        kept.add(max(range(begin, end), key=lambda i: points[i][key]))
+    return [points[i] for i in sorted(kept)]
