@@ -1,6 +1,8 @@
 """Small comparisons for tests: a few arms of tiny models that train for a moment."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ LANGUAGE = tiny(
     train__epochs=1, train__batch=16, model__layers=1,
 )  # fmt: skip
 ARMS = ["baseline", "oelm"]
+RECORDS = ("evidence.json", "comparison.json", "timing.json")
+Change = Callable[[dict[str, Any]], None]
 HOT = {"name": "hot", "treatment": "oelm", "set": {"optim.lr": 0.01}}
 
 ASKED = [
@@ -77,6 +81,19 @@ HEARING: dict[str, Any] = {  # decoders of EEG, watched
 def plant(path: Path, **values: Any) -> None:
     """Change keys of a JSON file."""
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def changed(folder: Path, target: Path, *changes: Change) -> Path:
+    """Copy the records from which a report's words and tables are made; change evidence.json."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in RECORDS:
+        shutil.copy(folder / name, target / name)
+    path = target / "evidence.json"
+    values = json.loads(path.read_text())
+    for change in changes:
+        change(values)
+    path.write_text(json.dumps(values))
+    return target
 
 
 def own_data(path: Path, first: int = 0) -> Path:

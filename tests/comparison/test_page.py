@@ -8,7 +8,8 @@ import pytest
 
 import frostlab as fl
 from comparing import LANGUAGE, LAYERS, compare
-from frostlab.comparison.evidence import Answer, VariedFact
+from frostlab.comparison.evidence import Answer, TunedSetting, TuningPoint, VariedFact
+from frostlab.comparison.measures.show import run_times, step_times
 from frostlab.comparison.page import page, show
 from frostlab.text import NONE
 from fuzz.targets_pages import tokens
@@ -127,3 +128,25 @@ def test_the_page_says_what_the_runs_were_trained_on(made: fl.Comparison) -> Non
     for name, split in data.splits.items():
         assert f"| {name} | {split.examples:,} |" in section
         assert split.digest[:16] in section
+
+
+def test_bars_of_tuning_have_one_scale_for_all_arms(made: fl.Comparison) -> None:
+    def curve(*means: float) -> tuple[TuningPoint, ...]:
+        return tuple(TuningPoint(10.0**-n, mean, None, None, (), (), 0)
+                     for n, mean in enumerate(means, 1))  # fmt: skip
+
+    names = list(made.evidence.arms)
+    curves = dict(zip(names, [curve(0.0, 0.5), curve(0.5, 1.0), curve(0.5, 0.5)], strict=True))
+    tuned = TunedSetting("optim.lr", (0.01, 0.1), False, dict.fromkeys(names, 0.1),
+                         dict.fromkeys(names, False), curves)  # fmt: skip
+    lines = page(replace(made.evidence, tuning=(tuned,))).splitlines()
+    bars = [line.count("▇") for line in lines if "▇" in line]
+    assert bars[1] == bars[2] == bars[4] == bars[5]  # equal scores have equal bars
+    assert bars[0] < bars[1] < bars[3]
+
+
+def test_every_column_of_times_has_a_name(spoken: fl.Comparison) -> None:
+    for section in (step_times, run_times):
+        head = section(spoken.evidence).partition("\n")[0]
+        assert head
+        assert all(title.strip() for title in head.strip("|").split("|"))

@@ -33,7 +33,7 @@ GAIN = (
     "(Compares how much the best value changed from the first stage to the last, on the split "
     "that also selects the weights.) "
 )
-_MOST_DOUBTS = 12  # on the first screen
+_SHOWN_DOUBTS = 12  # on the first screen
 
 
 @dataclass(frozen=True)
@@ -213,9 +213,9 @@ def _doubts(compared: Compared) -> list[Paragraph]:
         blocks.append(item("Looked at too often: ", compared.cell(format="looks"), ".", alarm=True))
     blocks += facts.refused_pairs(compared)
     blocks += _notes(compared, only_doubts=True)
-    if len(blocks) > _MOST_DOUBTS:
+    if len(blocks) > _SHOWN_DOUBTS:
         more = item("Further doubts are listed under Verdicts and under What differs.", alarm=True)
-        blocks = [*blocks[:_MOST_DOUBTS], more]
+        blocks = [*blocks[:_SHOWN_DOUBTS], more]
     return blocks
 
 

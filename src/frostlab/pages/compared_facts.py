@@ -14,7 +14,7 @@ from frostlab.text import plain
 if TYPE_CHECKING:
     from frostlab.pages.compared import Compared
 
-_MOST_CLASSES = 60  # that the table of classes shows
+_SHOWN_CLASSES = 60  # that the table of classes shows
 _LENGTHS = {"least": "shortest", "median": "median", "mean": "mean", "most": "longest",
             "cut": "cut"}  # fmt: skip
 
@@ -136,9 +136,9 @@ def _classes(compared: "Compared", labels: list[Any]) -> Table:
         [compared.cell("data", "labels", number, format="text"),
          *(compared.cell("data", "splits", split, "classes", number, format="count")
            for split in splits)]
-        for number in range(min(len(labels), _MOST_CLASSES))
+        for number in range(min(len(labels), _SHOWN_CLASSES))
     ]  # fmt: skip
-    note = "Further classes are in evidence.json." if len(labels) > _MOST_CLASSES else ""
+    note = "Further classes are in evidence.json." if len(labels) > _SHOWN_CLASSES else ""
     return table("classes", "Examples of each class", ["class", *map(plain, splits)], rows, note)
 
 

@@ -27,7 +27,7 @@ _SEGMENTS = {
 }
 
 
-def table(name: str, title: str, head: Row, rows: Iterable[Row], note: str = "") -> Table:
+def table(name: str, title: str, head: Sequence[str], rows: Iterable[Row], note: str = "") -> Table:
     """Return a table without the columns that are empty in every row, except the first."""
     rows = [tuple(row) for row in rows]
     kept = [
@@ -38,7 +38,7 @@ def table(name: str, title: str, head: Row, rows: Iterable[Row], note: str = "")
     return Table(
         name,
         title,
-        tuple(str(head[number]) for number in kept),
+        tuple(plain(head[number]) for number in kept),
         tuple(tuple(row[number] for number in kept) for row in rows),
         note,
     )

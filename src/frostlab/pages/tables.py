@@ -16,11 +16,11 @@ from frostlab.text import NONE
 
 _LONG = 45  # characters from which a column of text is broken into lines
 _WIDTH = 0.3  # of such a column, as a share of the line
-_SPECIAL = {
-    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#",
-    "%": r"\%", "_": r"\_", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}",
+_SPECIAL = {  # with the fonts of every LaTeX; that of \$, say, may be missing
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"$\mathdollar$", "&": r"\&",
+    "#": r"\#", "%": r"\%", "_": r"\_", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}",
     "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"{\char34}",
-    "`": r"\textasciigrave{}",
+    "`": r"\`{}",
 }  # fmt: skip
 _SYMBOLS = {
     "–": r"\textendash{}", "—": r"\textemdash{}", "−": "$-$", "±": r"$\pm$", "×": r"$\times$",
@@ -31,7 +31,7 @@ _SYMBOLS = {
     "\u00a0": "~", "√": r"$\surd$", "²": "$^2$", "³": "$^3$", "ß": r"\ss{}",
     "æ": r"\ae{}", "Æ": r"\AE{}", "ø": r"\o{}", "Ø": r"\O{}", "œ": r"\oe{}", "Œ": r"\OE{}",
     "ł": r"\l{}", "Ł": r"\L{}",
-    "ı": r"\i{}", "§": r"\S{}", "©": r"\copyright{}", "µ": r"$\mu$",
+    "ı": r"\i{}", "§": r"$\mathsection$", "©": "(c)", "µ": r"$\mu$",
 } | {
     unicodedata.lookup(f"GREEK SMALL LETTER {name.replace('lambda', 'lamda')}"): rf"$\{name}$"
     for name in (
