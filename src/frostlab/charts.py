@@ -114,11 +114,19 @@ def _draw(kind: str, spec: dict[str, Any], **options: Any) -> Any:
     _, vl_convert = require_drawing("drawing a chart")
     text = json.dumps(cleaned(spec), allow_nan=False)
     try:
-        return getattr(vl_convert, f"vegalite_to_{kind}")(text, **options)
+        drawing = getattr(vl_convert, f"vegalite_to_{kind}")(text, **options)
     except ValueError as error:  # the library's only error, with a trace of its JavaScript
         lines = str(error).splitlines()
         reason = lines[1] if len(lines) > 1 else first_line(error)
         raise FrostlabError(f"the chart cannot be drawn: {plain(reason)}") from None
+    return _renumbered(drawing) if kind == "svg" else drawing
+
+
+def _renumbered(drawing: str) -> str:
+    """Number the ids of a drawing from 0; the library counts on from one drawing to the next."""
+    ids = dict.fromkeys(re.findall(r' id="((?:clip|gradient_)\d+)"', drawing))
+    new = {old: f"{old.rstrip('0123456789')}{number}" for number, old in enumerate(ids)}
+    return re.sub(r'( id="|url\(#)(\w+)(?=["\)])', lambda m: m[1] + new.get(m[2], m[2]), drawing)
 
 
 def cleaned(value: Any) -> Any:

@@ -18,10 +18,10 @@ MARKS = ("scale tiny", "stand-in")
 # Files of a run or a comparison without results; steps.json is read by later calls only.
 UNMARKED = {
     "data.json", "digests.json", "environment.json", "manifest.json", "annotations.json",
-    "steps.json",
+    "steps.json", "report.json",
 }  # fmt: skip
 FOLDERS = {"model", "tokenizer", "checkpoints"}
-BINARY = {".npz", ".png", ".lock"}
+BINARY = {".npz", ".png", ".pdf", ".lock"}
 # Commands that show no number of a run, and those whose marks other tests look for.
 WITHOUT_NUMBERS = {"recipes", "inspect", "note", "tag", "clean", "verify", "bench", "data"}
 SETTINGS = {"train.steps": 2, "model.layers": 1, "watch.every_n_steps": 1}
