@@ -53,7 +53,7 @@ def test_values_become_dataclasses() -> None:
         ({"inner": []}, "inner should be an object"),
         ({"inner": {"values": [1, "2"]}}, "inner.values.1 should be a number, but is '2'"),
         ({"inner": {"values": [1.5, 2**70]}}, "inner.values.1 should be a number of at most 64"),
-        ({"inner": {"values": [], "pair": [1]}}, "inner.pair should be a list of 2"),
+        ({"inner": {"values": [], "pair": [1]}}, "inner.pair should be a list of 2 values"),
         ({"by_stage": {"one": {"value": []}}}, "by_stage.one.value is not a key; did you mean"),
         ({"by_stage": {"one": {}}}, "by_stage.one.values is missing"),
         ({"rate": "x"}, "rate should be a number or an object, but is 'x'"),

@@ -1,6 +1,5 @@
 """A walk over a report's page that checks every number against the record that it links to."""
 
-import json
 import re
 from collections.abc import Iterable
 from html.parser import HTMLParser
@@ -8,13 +7,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
+from frostlab.comparison.verdict import MEANINGS
 from frostlab.errors import BadInput
-from frostlab.pages.content import FORMATS, resolve
+from frostlab.pages.content import FORMATS, read_record, resolve
 
 _HIDDEN = {"svg", "script", "style", "code", "pre", "title"}  # not read as prose
 _VOID = {"br", "col", "hr", "img", "input", "link", "meta", "wbr"}
 # Numbers of the method, not of the records.
-METHOD = re.compile(r"\b(95 %|[12] in 10|[28] of 10)(?!\w)")
+METHOD = re.compile(
+    r"\b(95 %|80 %|100 %|[12] in 10|[28] of 10|the ratio 1|fewer than 5 pairs)(?!\w)"
+)
 _NAME = re.compile(
     r"[^\W\d_][\w.@=-]*"
 )  # a name such as macro_f1 or GPT-2, which begins in letters
@@ -53,18 +55,16 @@ class Walk(HTMLParser):
             self._cell = None
 
     def handle_data(self, data: str) -> None:
-        if any(tag in _HIDDEN for tag, _ in self._open):
-            return
         if self._cell is not None:
             self._text += data
-        elif data.strip():
+        elif data.strip() and not any(tag in _HIDDEN for tag, _ in self._open):
             self.words.append(data.strip())
 
 
 def complaints(page: Path, names: Iterable[str] = ()) -> list[str]:
     """Return what is wrong with the numbers of a page, whose records lie in its folder.
 
-    `names` are names of the page, such as arms, that may begin with a digit.
+    `names` are names on the page, such as those of arms, that may hold numbers.
     """
     walk = Walk(page.read_text(encoding="utf-8"))
     files: dict[str, Any] = {}
@@ -73,7 +73,7 @@ def complaints(page: Path, names: Iterable[str] = ()) -> list[str]:
     ]
     for text in walk.words:
         rest = text
-        for name in sorted(names, key=len, reverse=True):
+        for name in sorted((*names, *MEANINGS.values()), key=len, reverse=True):
             rest = rest.replace(name, "")
         rest = _NAME.sub("", METHOD.sub("", rest))
         if any(character.isdigit() for character in rest):
@@ -96,8 +96,8 @@ def _wrong(page: Path, cell: dict[str, str | None], text: str, files: dict[str, 
         return f"{where} links to {cell.get('href')}"
     if file not in files:
         try:
-            files[file] = json.loads((page.parent / file).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            files[file] = read_record(page.parent / file)
+        except (OSError, BadInput) as error:
             return f"{where} cannot be read: {error}"
     try:
         expected = FORMATS[form](resolve(files[file], pointer))

@@ -9,7 +9,7 @@ from torch import Tensor
 from frostlab.errors import BadInput
 from frostlab.launcher import local_rank
 
-_READ_SECONDS = 1.0  # least time between two readings for which the device is waited for
+_READ_SECONDS = 1.0  # minimum time between two readings that wait for the device
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -29,7 +29,8 @@ def choose_device(wanted: str) -> torch.device:
         device = torch.device(wanted)
     except (RuntimeError, ValueError, TypeError):
         raise BadInput(
-            f"train.device {wanted!r:.40} is not a device; choose from auto, cpu, cuda, cuda:0 …"
+            f"train.device {wanted!r:.40} is not a device; choose from auto, cpu, mps, cuda, "
+            "cuda:0 …"
         ) from None
     if device.type == "cuda":
         if not torch.cuda.is_available():
@@ -149,7 +150,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 
 def forked_devices(device: torch.device) -> list[torch.device]:
-    """Return the devices whose generators `torch.random.fork_rng` must save besides the CPU's."""
+    """Return the CUDA devices whose generators `torch.random.fork_rng` saves besides the CPU's."""
     return [device] if device.type == "cuda" else []
 
 

@@ -48,7 +48,7 @@ class LeftOutOfOptimizer(UserWarning):
 
 
 class DamagedCache(UserWarning):
-    """A cached file does not match its checksum, so it is built again."""
+    """A folder of the cache has a missing, changed or unknown file, so it is built again."""
 
 
 class DamagedCheckpoint(UserWarning):

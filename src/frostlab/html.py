@@ -3,6 +3,7 @@
 A page has no scripts and loads nothing; its Content-Security-Policy makes the browser refuse both.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jinja2 import DictLoader, Environment, StrictUndefined
@@ -77,6 +78,46 @@ def render(body: str, title: str, **values: Any) -> str:
     """
     template = environment.from_string(_BODY.replace("BODY", body))
     return template.render(title=title, policy=POLICY, style=Markup(_STYLE), **values) + "\n"
+
+
+_FRAGMENT = """<div style="overflow-x: auto">
+<p><strong>{{ title }}</strong>{% if about %}<br>{{ about }}{% endif %}</p>
+{% for line in alarms %}<p style="color: #d1242f">{{ line }}</p>
+{% endfor %}
+{% for drawing in drawings %}<div>{{ drawing }}</div>
+{% endfor %}
+{% if rows %}
+<table>{% if head %}<thead><tr>{% for name in head %}<th>{{ name }}</th>{% endfor %}</tr></thead>
+{% endif %}<tbody>
+{% for row in rows %}
+<tr>{% for cell in row %}<td style="text-align: left">{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</tbody></table>
+{% endif %}
+</div>"""
+
+
+def fragment(
+    title: str,
+    about: str = "",
+    head: Sequence[str] = (),
+    rows: Iterable[Sequence[str]] = (),
+    alarms: Iterable[str] = (),
+    drawings: Iterable[Markup] = (),
+) -> str:
+    """Return a part of a page, for an object's output in a notebook; every text is escaped.
+
+    Args:
+        title: the first line, in bold.
+        about: the second line.
+        head: names of the table's columns.
+        rows: cells of the table.
+        alarms: lines in red.
+        drawings: results of `charts.svg`.
+    """
+    template = environment.from_string(_FRAGMENT)
+    return template.render(title=title, about=about, head=list(head), rows=list(rows),
+                           alarms=list(alarms), drawings=list(drawings))  # fmt: skip
 
 
 def _shown(value: Any) -> Any:

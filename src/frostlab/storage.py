@@ -35,7 +35,7 @@ _NAME_BYTES = 200  # the longest name of a file or folder; most file systems all
 def check_name(name: object, what: str) -> str:
     """Return the name of a file or folder.
 
-    Refuse separators, control characters, a leading dot and names that are too long.
+    Refuse separators, control characters, a leading dot, and names that are empty or too long.
     """
     if (
         not isinstance(name, str)
@@ -165,14 +165,16 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def path_inside(folder: Path, *parts: str) -> Path:
-    """Return a path inside a folder to write to; refuse it if a link leads out of the folder."""
+    """Return a path inside a folder to write to; refuse one that is elsewhere, e.g. by a link."""
     path = folder.joinpath(*parts)
     try:
         inside = path.resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError):  # a loop of links
         inside = False
     if not inside:
-        raise BadInput(f"{path} leads out of {folder} by a link, so nothing is written there")
+        raise BadInput(
+            f"{path} is not inside {folder}, after following links, so nothing is written there"
+        )
     return path
 
 

@@ -8,7 +8,7 @@ from textwrap import wrap
 from typing import Any
 
 NONE = "–"  # text for a missing value
-_NARROWEST = 8  # characters of a column that is shortened
+_NARROWEST = 8  # the fewest characters to which a column is shortened
 _MARKDOWN = re.compile(  # characters with a meaning in Markdown
     r"[\\`*|$~]"
     r"|<(?=[A-Za-z/!?]|$)"  # a tag
@@ -29,7 +29,10 @@ def hms(seconds: Any) -> str:
 
 
 def plain(value: Any) -> str:
-    r"""Format a value on one line of printable characters; others are escaped, as in `\x1b`."""
+    r"""Format a value on one line (None as `NONE`); escape characters that cannot be printed.
+
+    An escaped character looks like `\x1b`.
+    """
     if value is None:
         return NONE
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
@@ -44,7 +47,7 @@ def printable(text: str) -> str:
 
 
 def number(value: Any) -> str:
-    """Format a number with four significant digits; `NONE` for a value that is no number."""
+    """Format a number with four significant digits; `NONE` for any other type."""
     return NONE if typed(value, int, float) is None else f"{value:.4g}"
 
 

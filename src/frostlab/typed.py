@@ -1,7 +1,8 @@
 """Conversion of parsed JSON to dataclasses, checked key by key against their annotations.
 
 The error for an invalid value is one line that names the file and the key. Numbers must be finite
-and whole numbers fit in 64 bits: JSON allows other numbers, but later arithmetic fails with them.
+and whole numbers fit in 64 bits: Python's JSON parser accepts others, but arithmetic with them may
+fail later.
 """
 
 import dataclasses
@@ -23,9 +24,9 @@ _WORDS = {  # names of JSON types in error messages
     bool: "true or false",
     type(None): "null",
 }
-_WHOLE = 2**63  # whole numbers are smaller than this
-_DEPTH = 32  # levels of lists and objects in a value that has no schema
-_KEY = 80  # characters of a key in an error message
+_WHOLE = 2**63  # a whole number n should have -_WHOLE <= n < _WHOLE
+_DEPTH = 32  # the most levels of lists and objects in a value that has no schema
+_KEY = 80  # the most characters of a key in an error message
 
 
 def read(schema: type[Schema], values: object, where: object) -> Schema:
@@ -130,7 +131,7 @@ def _sequence(
     if not isinstance(value, list | tuple):
         raise _misfit(value, "a list", where, path)
     if origin is tuple and len(args) != len(value) and args[-1] is not Ellipsis:
-        raise _misfit(value, f"a list of {len(args)}", where, path)
+        raise _misfit(value, f"a list of {len(args)} values", where, path)
     if origin is list and _are_finite(args[0], value):
         return list(value)  # fast path for thousands of numbers
     kinds = args if origin is tuple and args[-1] is not Ellipsis else args[:1] * len(value)

@@ -138,7 +138,7 @@ def test_differences(runs: Path, in_this_process: Command) -> None:
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["optim.lr", "0.001", "0.0001"] in lines
-    assert "losses: differ from step 2 on (0.001 and 0.0001)" in done.stdout
+    assert "losses: first differ at step 2 (0.001 and 0.0001)" in done.stdout
     assert widest(done.stdout) <= 80
     found = json.loads(
         in_this_process("diff", *map(str, sorted(runs.glob("i*"))[:2]), "--json").stdout

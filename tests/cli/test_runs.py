@@ -109,7 +109,7 @@ def test_a_run_by_command_has_its_event_files(finished: Path, in_this_process: C
     recipe = str(finished.parent / "mine.yaml")
     refused = in_this_process("run", recipe, "--tensorboard", str(board))
     assert (refused.returncode, refused.stderr) == (
-        2, f"frostlab: --tensorboard {board}: holds event files already; choose another folder\n"
+        2, f"frostlab: --tensorboard {board} holds event files already; choose another folder\n"
     )  # fmt: skip
 
 

@@ -257,7 +257,7 @@ def test_an_edited_run_is_refused_and_leaves_nothing_behind(runs: Path, tmp_path
     ("change", "message"),
     [
         ({"runs": {"oelm": {}}}, "runs: their arms and seeds are not those of the plan"),
-        ({"rounds": 2}, "runs: a plan of finished runs trains and times nothing"),
+        ({"rounds": 2}, "runs: a plan of finished runs trains nothing, so it cannot"),
     ],
 )
 def test_a_plan_of_runs_that_contradicts_itself_is_refused(

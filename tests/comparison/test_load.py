@@ -65,7 +65,7 @@ def test_tuning_gets_a_grid_around_the_recipes_value() -> None:
         ({"seeds": [1, 1]}, "a seed is given twice"),
         ({"metric": "perplexity"}, "metric perplexity does not exist for classification"),
         ({"metric": "acuracy"}, "did you mean `accuracy`?"),
-        ({"tune": "beta"}, "--tune beta: cannot be tuned by name"),
+        ({"tune": "beta"}, "--tune beta has no default grid"),
         ({"tune": {"values": [3.0, 1.0]}}, "should be in ascending order"),
         ({"tune": [{"values": [1.0, 3.0]}] * 2}, "tune: optim.lr is given twice"),
         ({"tune": {"key": "stages.1.lr", "values": [1e-4, 1e-3]}}, "1 is not an index of"),
@@ -143,6 +143,7 @@ def test_settings_change_a_recipe_that_is_spelled_out_and_the_clock_can_be_left_
     ("given", "said"),
     [
         ({"vary": "model.layer"}, "vary model.layer: no setting has this name; did you mean"),
+        ({"vary": "layers"}, "vary layers: no setting has this name; did you mean `model.layers`?"),
         ({"vary": ["model", "data"]}, "vary data: arms must see the same data"),
         (
             {"contrasts": [ASKED[0] | {"arm": "twoo"}]},

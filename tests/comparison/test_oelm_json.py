@@ -202,7 +202,7 @@ def test_without_timed_steps_no_speed_is_stated(made: fl.Comparison) -> None:
             times["comparison"]["time_difference_percent"]]  # fmt: skip
     for gap in gaps:
         assert gap["verdict"] == "unproven"
-        assert gap["note"].startswith("whole runs were taken one after another, so their times")
+        assert gap["note"].startswith("whole runs were trained one after another, so their times")
         assert (gap["of"], gap["pairs"]) == ("whole runs", 6), "one round is no repetition"
     shared = timing_json(replace(made.evidence, jobs=2))["timing"]["comparison"]["note"]
     assert shared.startswith("whole runs shared the machine, up to 2 at a time, so their times")

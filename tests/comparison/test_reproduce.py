@@ -154,7 +154,7 @@ def test_data_are_found_by_their_digest(tmp_path: Path, monkeypatch: pytest.Monk
     own_data(tmp_path / "b" / "mine.csv", first=700)
     (tmp_path / "b" / "broken.csv").write_text("x")
     assert find_path(recipe, digest, tmp_path / "b") == str(tmp_path / "b" / "x" / "moved.csv")
-    with pytest.raises(fl.BadInput, match=rf"\(digest {digest[:16]}\) are not at .*mine"):
+    with pytest.raises(fl.BadInput, match=rf"\(digest {digest[:16]}\) are neither at .*mine"):
         find_path(recipe, digest, tmp_path / "a")
     monkeypatch.setattr(prepare_module, "MOST_PLACES", 3)
     with pytest.raises(fl.BadInput, match="holds more than 3 files and folders"):

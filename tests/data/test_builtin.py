@@ -173,6 +173,8 @@ def test_fewer_packages_are_enough_but_not_one(
     monkeypatch.setattr(importlib.util, "find_spec", without("torch", "transformers", "scipy"))
     with pytest.raises(BadInput, match="needs 2 of numpy, scipy, torch, transformers; installed"):
         docstring_files(20, pairs=False, cache=tmp_path)
+    with pytest.raises(BadInput, match="data.name docstrings-pairs needs 2 of numpy"):
+        docstring_files(20, pairs=True, cache=tmp_path)
 
 
 SIZES = [{}, {"symbols": 8, "length": 9, "examples": 300}, {"symbols": 40, "length": 8}]

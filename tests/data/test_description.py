@@ -226,8 +226,8 @@ def test_a_file_that_is_no_split_is_refused_until_it_is_named(
     with pytest.raises(BadInput) as caught:
         prepare(recipe(WORDS, **data), cache=cache)
     assert str(caught.value) == (
-        f"data.path {folder}: {name}.jsonl would not be used; files are called train, validation, "
-        f"test, or set data.report: {name} or data.tune: {name}"
+        f"data.path {folder}: {name}.jsonl would not be used; rename it to one of train, "
+        f"validation, test, or set data.report: {name} or data.tune: {name}"
     )
     found = prepare(recipe(WORDS, **data, report=name), cache=cache)
     assert found.described["report"].source == str(folder / f"{name}.jsonl")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from frostlab.data.encode import columns_of, given_split
+from frostlab.data.encode import columns_of, given_split, recipe_split
 from frostlab.data.sources import plan_splits
 from frostlab.errors import BadInput
 from frostlab.recipe.recipe import Recipe
@@ -48,3 +48,13 @@ def test_the_file_of_a_folder_with_a_role(tmp_path: Path) -> None:
     (tmp_path / "validation.csv").unlink()
     with pytest.raises(BadInput, match="no file for tune; it has dev.csv, notes.csv, test.csv"):
         chosen("tune")
+
+
+def test_published_splits_have_no_tune(
+    tmp_path: Path, cache: Path, recipe: Callable[..., Recipe], write: Callable[..., Path]
+) -> None:
+    write(tmp_path / "xnli" / "de" / "validation.jsonl", [{"premise": "a", "hypothesis": "b"}])
+    data = recipe(name="xnli", splits="published").data
+    assert recipe_split(data, "report", "de", tmp_path, cache).name == "validation"  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="--split tune: with data.splits published, there is none"):
+        recipe_split(data, "tune", "de", tmp_path, cache)  # type: ignore[arg-type]

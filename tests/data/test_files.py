@@ -108,14 +108,17 @@ def test_words_without_end_are_cut(tmp_path: Path) -> None:
 
 BAD = {
     "a.jsonl": (b'{"text": "a", "label": 0}\n{"text": \n', "a.jsonl:2 is not valid JSON"),
-    "b.jsonl": (b'{"text": "a", "label": 0}\n[1]\n', "b.jsonl:2: list, not an object"),
+    "b.jsonl": (
+        b'{"text": "a", "label": 0}\n[1]\n',
+        "b.jsonl:2: the line should be an object with columns, not list",
+    ),
     "c.jsonl": (b'{"text": "a", "label": 0}\n{"txt": "b", "label": 1}\n', "c.jsonl:2: no column "),
     "d.jsonl": (b'{"text": 5, "label": 0}\n', "d.jsonl:1: column text holds 5, not text"),
     "e.jsonl": (b'{"text": "a", "label": -1}\n', "e.jsonl:1: label -1 means unlabelled"),
     "f.jsonl": (b'{"text": "a", "label": null}\n', "f.jsonl:1: label None is neither"),
     "g.jsonl": (b'{"text": "a", "label": 0.5}\n', "g.jsonl:1: label 0.5 is neither"),
     "h.jsonl": (b'{"text": "a", "label": 0}\n{"text": "\xff"}\n', "h.jsonl:2: byte 0xff is not"),
-    "i.csv": (b"text,label\na,0\nb\n", "i.csv:3: 1 columns, the header has 2"),
+    "i.csv": (b"text,label\na,0\nb\n", "i.csv:3: the row has 1 columns, the header 2"),
     "j.csv": (b"text,label\na,\n", "j.csv:2: label '' is neither"),
     "k.csv": (b"texts,label\na,1\n", "k.csv:2: no column text; did you mean `texts`?"),
     "l.tsv": (b"text\tlabel\na\t1\nb\xe9\t0\n", "l.tsv:3: byte 0xe9 is not UTF-8"),
@@ -201,7 +204,7 @@ HOSTILE = {
         "there are column 0, column 1",
     ),
     "row.jsonl": (b'["text", 1]', "list, not an object"),
-    "null.csv": (b"text,label\na\x00b\n", "1 columns, the header has 2"),
+    "null.csv": (b"text,label\na\x00b\n", "the row has 1 columns, the header 2"),
     "twice.csv": (b"text,label,text\na,1,b\n", "two columns are called 'text'"),
     "twice.tsv": (b"text\tlabel\ttext\na\t1\tb\n", "two columns are called 'text'"),
     "cut.jsonl.gz": (gzip.compress(b'{"text": "a", "label": 1}\n' * 100)[:-12], "cannot be read"),
@@ -226,7 +229,7 @@ def test_a_line_without_end_is_not_read_whole(tmp_path: Path, name: str) -> None
         for _ in range(60):
             file.write(piece)
     tracemalloc.start()
-    assert "a row is longer than 16 MiB" in refusal(path)
+    assert "a line or text is longer than 16 MiB" in refusal(path)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 64 << 20
@@ -235,7 +238,7 @@ def test_a_line_without_end_is_not_read_whole(tmp_path: Path, name: str) -> None
 def test_a_quoted_row_of_many_lines_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(b'text,label\n"' + (b"x" * 1000 + b"\n") * 20_000 + b'",1\n')
-    assert "a row is longer than 16 MiB" in refusal(path)
+    assert "a line or text is longer than 16 MiB" in refusal(path)
 
 
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.csv.gz", "a.parquet.gz"])
@@ -266,7 +269,7 @@ def test_parquet_that_is_damaged_is_one_line(tmp_path: Path) -> None:
     pq.write_table(pa.table({"txt": ["a"], "label": [1]}), path)
     assert "no column text; did you mean `txt`?" in refusal(path)
     pq.write_table(pa.table({"text": ["x" * (17 << 20)], "label": [1]}), path)
-    assert "a row is longer than 16 MiB" in refusal(path)
+    assert "a line or text is longer than 16 MiB" in refusal(path)
 
 
 def test_other_columns_of_parquet_are_not_read(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ BAD = [
     ({"tune": "test"}, "data.tune and data.report are both test; choose different splits"),
     ({"report": "train"}, "data.train and data.report are both train; choose different splits"),
     ({"report": "blind"}, "{f}/blind.jsonl:1: label -1 means unlabelled; choose a split with"),
-    ({"report": "odd"}, "{f}/odd.jsonl:4: label maybe is not a class: 0, 1"),
+    ({"report": "odd"}, "{f}/odd.jsonl:4: label maybe is not one of the classes 0, 1"),
     ({"train": "same"}, "{f}/same.jsonl: every label is good; two classes are needed"),
     ({"report": "empty"}, "{f}/empty.jsonl: split empty holds no text"),
     ({"report": "half"}, "{f}/half.jsonl:1: \\ud800 is half of a surrogate pair"),

@@ -124,13 +124,13 @@ def test_the_default_is_the_models_own(tmp_path: Path) -> None:
 def test_a_missing_tokenizer_is_one_line(tmp_path: Path, cache: Path, recipe: Make) -> None:
     path = tmp_path / "a.txt"
     path.write_text("some words " * 100)
-    for name, where in ((str(tmp_path), "in this folder"), ("no/such", "in a folder here, or on")):
+    for name, where in ((str(tmp_path), "this folder"), ("no/such", "the hub, and no folder")):
         own = recipe(
             {"kind": "pretrained", "name": name}, name="own", path=str(path), task="language"
         )
         with pytest.raises(BadInput) as caught:
             prepare(own, cache=cache)
-        assert f"tokenizer.name {name}: no tokenizer {where}" in str(caught.value)
+        assert f"tokenizer.name {name} cannot be loaded from {where}" in str(caught.value)
         assert "\n" not in str(caught.value)
 
 

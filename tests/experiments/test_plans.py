@@ -89,7 +89,7 @@ def test_what_is_a_group(group_file: Path) -> None:
     for other in ("docstrings-gpt", "eeg-ablation", str(group_file.parent / "plain.yaml"),
                   {"recipe": "docstrings-gpt"}):  # fmt: skip
         assert not is_group_source(other)
-    with pytest.raises(BadInput, match="nowhere.yaml: cannot be read"):
+    with pytest.raises(BadInput, match="nowhere.yaml cannot be read"):
         is_group_source("nowhere.yaml")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ def test_a_saved_flow_is_the_same_flow(tmp_path: Path) -> None:
     assert len(frame) == len(flow.parts) * len(flow.reports)
     assert frame[frame.part == "layers[1].key"].ratio.isna().all()
     assert frame[frame.part == "head"]["update"].gt(0).all()
+
+
+def test_a_frame_without_pandas_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(fl.BadInput, match=r"Flow.to_frame .* pip install 'frostlab\[data\]'"):
+        fl.Flow("GPT", "AdamW").to_frame()
 
 
 def test_a_broken_flow_can_be_saved(tmp_path: Path) -> None:

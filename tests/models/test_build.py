@@ -85,7 +85,7 @@ def test_token_types_only_where_they_mean_the_second_text() -> None:
     [
         ({"name": "bert", "config": {"hidden_sise": 3}}, "did you mean `hidden_size`"),
         ({"name": "bert", "config": {"max_position_embeddings": 4}}, "has 4 positions"),
-        ({"name": "gone/model"}, "is not a folder, an architecture"),
+        ({"name": "gone/model"}, "is not a folder or an architecture, and"),
         ({"name": "roberta", "config": {**SMALL["roberta"], "max_position_embeddings": 13}},
          "roberta cannot read an example of 12 tokens"),
     ],

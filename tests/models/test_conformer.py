@@ -347,7 +347,7 @@ def test_impossible_shapes_are_refused(changes: dict[str, Any], message: str) ->
 
 
 def test_another_number_of_channels_is_refused() -> None:
-    with pytest.raises(fl.BadInput, match="the EEG has 7 channels, the model 5"):
+    with pytest.raises(fl.BadInput, match="the EEG has 7 channels; the model reads 5"):
         made()(torch.randn(1, 12, 7))
     with pytest.raises(fl.BadInput, match=r"the EEG is \(12, 5\), not \(B, T, channels\)"):
         made()(torch.randn(12, 5))

@@ -111,7 +111,7 @@ def test_names_of_splits_that_docstrings_do_not_have() -> None:
 
 def test_what_has_no_stand_in(tmp_path: Path) -> None:
     unknown = load_recipe("docstrings-pairs", {**TINY, "model.name": "someone/zzz-9"})
-    with pytest.raises(BadInput, match="model.name someone/zzz-9 cannot be had, and nothing"):
+    with pytest.raises(BadInput, match="model.name someone/zzz-9 is not available, and"):
         with_stand_ins(unknown)
     own = recipe_from({"data": {"name": "own", "path": str(tmp_path / "none.jsonl")}})
     assert with_stand_ins(own) is own, "the run then names the missing file"

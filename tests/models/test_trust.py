@@ -115,7 +115,7 @@ def test_inspect_runs_the_code_of_a_model_that_the_user_trusts(
     words = ("inspect", str(with_code), "--trust-remote-code", "--json")
     done = command(*words, HF_HOME=str(tmp_path / "home"))
     assert marker.exists(), done.stderr
-    assert done.stderr.startswith("frostlab: MyModel: cannot place"), "it was built"
+    assert done.stderr.startswith("frostlab: MyModel: frostlab does not know"), "it was built"
 
 
 @pytest.mark.slow

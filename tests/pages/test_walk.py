@@ -21,7 +21,9 @@ def copied(folder: Path, target: Path) -> Path:
 
 
 def names_of(folder: Path) -> list[str]:
-    return list(json.loads((folder / "evidence.json").read_text())["arms"])
+    """Return the names of all arms, including the copies of the baseline that are timed."""
+    evidence = json.loads((folder / "evidence.json").read_text())
+    return [*evidence["arms"], *(evidence["timing"] or {"arms": {}})["arms"]]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)
 )
 HOSTILE = {  # YAML → the words that its error has
-    BOMB: "has too many values",
+    BOMB: "me.yaml: too many values",
     "&a [*a]": "nested too deeply",
     "&a {b: *a}": "nested too deeply",
     "[" * 5000: "line 1: nested too deeply",
@@ -108,10 +108,11 @@ def test_values_of_python_have_the_same_limits() -> None:
         ("=1", "should be key=value"),
         (".".join("a" * 50_000) + "=1", "nested too deeply"),
         ("about=" + "x" * 1_000_000, "more than 256 KiB of YAML"),
-        ("about='" + "x" * 100_000, "is not a YAML value"),
+        ("about='" + "x" * 100_000, "is not a valid value"),
         ("x" * 10_000 + "=1", "is not a key"),
         ("seed=" + "x" * 10_000, "seed = 'xxx"),
-        ("optim.lr=\udc80", "is not a YAML value"),
+        ("optim.lr=\udc80", "is not a valid value"),
+        ("optim.lr=.inf", "--set optim.lr=.inf: the value = inf should be a finite number"),
         ("seed=&a [*a]", "nested too deeply"),
     ],
 )
@@ -136,7 +137,7 @@ def test_recipes_that_extend_themselves_are_refused(tmp_path: Path) -> None:
         assert str(caught.value).count("→") == 1
     for i in range(30):
         (tmp_path / f"{i}.yaml").write_text(f"extends: {i + 1}.yaml")
-    with pytest.raises(BadInput, match="20.yaml: more than 20 recipes extend each other"):
+    with pytest.raises(BadInput, match="20.yaml ends a chain of more than 20 recipes"):
         load_recipe(str(tmp_path / "0.yaml"))
 
 

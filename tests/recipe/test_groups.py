@@ -59,7 +59,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "published.a: gpt-03 is not among the group's experiments; did you mean `gpt-0"),
     ({"published": {"a": {"arms": "gpt-01"}}}, "published.a.arms should be a list of experiments"),
     ({"published": {"a": 3}}, "published.a 3: Input should be an object"),
-    ({"published": {}}, "has no comparison; add published or fair"),
+    ({"interactions": [dict.fromkeys(("question", "arm", "comparison", "against", "arms"), "a")]},
+     "interactions.0.arms is not a key of a group; did you mean `arm`?"),
+    ({"published": {}}, "the group has no comparison; add published or fair"),
     ({"fair": {"a": "grwoth"}},
      "fair.a 'grwoth': no comparison is called grwoth; did you mean `growth`?"),
     ({"fair": {"a": [1]}}, "fair.a [1]: Input should be an object"),
@@ -87,5 +89,5 @@ def test_a_wrong_group_is_refused_in_one_line(
 def test_groups_that_are_not_there() -> None:
     with pytest.raises(BadInput, match="no group is called 'phase33'; did you mean `phase3`"):
         load_group("phase33")
-    with pytest.raises(BadInput, match=r"nowhere\.yaml: cannot be read"):
+    with pytest.raises(BadInput, match=r"nowhere\.yaml cannot be read"):
         load_group("nowhere.yaml")

@@ -52,6 +52,14 @@ def test_generated_data_have_a_limit(
     assert problem in str(caught.value)
 
 
+def test_unseen_subjects_count_with_their_reported_recordings_only() -> None:
+    many = {"data.unseen": 10_000, "data.recordings": 60, "data.seconds": 60}
+    assert load_recipe("eeg-conformer-v2", many).data.name == "eeg-simulated"
+    problem = "and unseen 10000 × report 10, each of seconds 60, are 1675 hours; 1000 is the most"
+    with pytest.raises(BadInput, match=problem):
+        load_recipe("eeg-conformer-v2", {**many, "data.report": 10})
+
+
 BERT = {"kind": "pretrained", "name": "bert", "weights": False}
 SMALL = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 1000}
 
@@ -65,6 +73,8 @@ SMALL = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "voca
         ({"hidden_size": 10**9}, "model.config.hidden_size = 1000000000 should be at most"),
         ({"num_hidden_layers": 10**9}, "model.config.num_hidden_layers = 1000000000 should be"),
         ({"num_attention_heads": -3}, "model.config.num_attention_heads = -3 should not be neg"),
+        ({"hidden_size": -(10**9)}, "model.config.hidden_size = -1000000000 should not be neg"),
+        ({"layer_norm_eps": -1e9}, "model.config.layer_norm_eps = -1000000000.0 should be at lea"),
         ({"hidden_size": "wide"}, "model.config.hidden_size = 'wide': "),
         ({"hidden_size": 0}, "model.name bert: "),
     ],

@@ -54,7 +54,7 @@ def test_what_is_removed(tmp_path: Path) -> None:
     assert kept == {
         "tagged": "it is tagged paper",
         "running": "it is running",
-        "damaged": "its age is unknown, because its records cannot be read",
+        "damaged": "its age is unknown, because no readable record says when it ended",
         "linked": "it is a link",
     }
     with pytest.raises(BadInput, match="running is kept: it is running"):

@@ -69,8 +69,8 @@ def test_everything_that_differs_is_named(tmp_path: Path) -> None:
     assert (found.losses.steps, found.losses.first, found.losses.order) == (3, 2, 1)
     text = found.text(60)
     assert max(map(len, text.splitlines())) <= 60
-    assert "losses: differ from step 2 on (0.5 and 0.5000001)" in text
-    assert "examples: other ones, or in another order, by step 1" in text
+    assert "losses: first differ at step 2 (0.5 and 0.5000001)" in text
+    assert "examples: different, or in a different order, by step 1" in text
     assert json.dumps(found.to_dict())
 
 

@@ -435,6 +435,13 @@ def test_a_pipe_instead_of_a_repository_does_not_block(checkout: Path) -> None:
     assert commit_of(checkout) is None
 
 
+def test_the_machine_on_one_line_has_only_known_facts() -> None:
+    host = {"cpu": "Xeon", "logical_cores": 8, "usable_cores": 2, "os": "Linux"}
+    assert module.machine_line({"host": host}) == "Xeon, 2 of 8 cores, Linux"
+    assert module.machine_line({"host": {**host, "usable_cores": None}}) == "Xeon, 8 cores, Linux"
+    assert module.machine_line({}) == ""
+
+
 def test_an_environment_on_one_line() -> None:
     whole = {
         "gpu": {"name": "Fake 1", "driver": "550.1"},

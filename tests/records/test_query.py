@@ -124,7 +124,7 @@ def test_sorting_puts_missing_values_last(sort: str, names: str) -> None:
         ({"where": "model.bias=yes"}, "model.bias is true or false"),
         ({"where": "oelm"}, "'oelm' is no condition; e.g. treatment=oelm,optim.lr>1e-4"),
         ({"where": "treatment=oelm,none"}, "'none' is no condition"),
-        ({"where": "started>yesterday"}, "'yesterday' is not a date; e.g. started>2026-01-31"),
+        ({"where": "started>yesterday"}, "--where: 'yesterday' is not a date; e.g. started>2026-"),
         ({"where": "=3"}, "is no condition"),
     ],
 )

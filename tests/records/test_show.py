@@ -205,7 +205,7 @@ def test_a_run_is_shown_in_fixed_form(tmp_path: Path) -> None:
         "  validation          0:10:00 (600 s)",
         "  per evaluation      0:00:00 (0.4 s), 0:00:01 (0.6 s)",
         "  data                0:00:12 (12 s)",
-        "  data overlapped     0:00:00 (0 s)",
+        "  data during train   0:00:00 (0 s)",
         "  checkpoints         0:00:01 (1 s)",
         "  set-up              0:00:00 (0.25 s)",
         "  per epoch           0:30:00 (1800 s), 0:31:40 (1900 s)",
@@ -317,7 +317,7 @@ def test_an_unfinished_run_says_its_best(tmp_path: Path) -> None:
     assert "  status          interrupted" in lines
     assert "  best so far  accuracy 0.7 at step 10" in lines
     assert "  damaged events  2: line 5 is not a JSON object" in lines
-    assert "  total            –" in lines
+    assert "  total              –" in lines
 
 
 def test_an_event_that_does_not_fit_is_named(tmp_path: Path) -> None:
@@ -327,6 +327,16 @@ def test_an_event_that_does_not_fit_is_named(tmp_path: Path) -> None:
     reason = "line 5: metrics.accuracy should be a number or an object, but is 'x'"
     assert f"  damaged events  1: {reason}" in show(tmp_path / "a").splitlines()
     assert show_json(tmp_path / "a")["damaged_events"] == [reason]
+
+
+def test_annotations_that_cannot_be_read_give_the_reason(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    write_run(folder)
+    assert show_json(folder)["damaged_annotations"] is None
+    (folder / "annotations.json").write_text("[")
+    reason = f"{folder / 'annotations.json'} is not a JSON object; delete it to start again"
+    assert show(folder).splitlines()[-1] == f"  {reason}"
+    assert show_json(folder)["damaged_annotations"] == reason
 
 
 def test_all_of_a_run_as_plain_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

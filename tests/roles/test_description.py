@@ -61,7 +61,7 @@ def _unregister() -> Iterator[None]:
 
 def test_a_registered_model_can_be_read_frozen_and_trained() -> None:
     model = Mine()
-    with pytest.raises(fl.UnknownArchitecture, match="Mine: cannot place `embed`"):
+    with pytest.raises(fl.UnknownArchitecture, match="Mine: frostlab does not know the ro"):
         fl.anatomy(model)
     fl.register_architecture(Mine, TABLE, heads=4)
     query = fl.anatomy(model).select("layers[1].query.weight")[0]
@@ -91,7 +91,8 @@ def test_known_submodules_need_no_entry() -> None:
             self.encoder = build("bert")[0]
             self.classifier = nn.Linear(32, 3)
 
-    with pytest.raises(fl.UnknownArchitecture, match="cannot place `classifier`"):
+    # the shape is the weight's, not the bias's
+    with pytest.raises(fl.UnknownArchitecture, match=r"role of `classifier` \(Linear 3×32\)"):
         fl.anatomy(Wrapper())
     fl.register_architecture(Wrapper, {"classifier": "head"}, heads=4)
     anatomy = fl.anatomy(Wrapper())
@@ -128,6 +129,8 @@ def test_bad_tables_are_refused(table: dict[str, str], message: str) -> None:
     assert message in str(error.value)
     with pytest.raises(fl.BadInput, match="did you mean `query`"):
         fl.fused("qury", "key")
+    with pytest.raises(ValueError, match="^33 rows cannot be divided into 8 of query, 8 of key$"):
+        fl.fused("query", "key").rows(33, fl.Heads(2, 2, 4))
 
 
 def test_rows_that_do_not_fit_the_heads_are_refused() -> None:

@@ -54,7 +54,7 @@ def test_dynamically_quantised_modules(tmp_path: Path) -> None:
 def test_wrapped_models(verb: str, tmp_path: Path) -> None:
     model, _ = build("bert")
     for wrapped in (nn.DataParallel(model), torch.compile(model)):
-        with pytest.raises(fl.BadInput, match=f"{verb} before wrapping"):
+        with pytest.raises(fl.BadInput, match=f"call {verb} before wrapping it"):
             VERBS[verb](wrapped, tmp_path)
     model.encoder.layer[1].compile()
     with pytest.raises(

@@ -212,7 +212,8 @@ DAMAGE = {
     "has format 9": lambda d: corrupt_manifest(d, lambda m: m.update(format=9)),
     "is missing": lambda d: next(d.glob("*.safetensors")).unlink(),
     "truncated or changed": lambda d: _truncate(next(d.glob("*.safetensors"))),
-    "regenerated, differs": lambda d: corrupt_manifest(d, _other_seed),
+    "the regenerated values of h.0": lambda d: corrupt_manifest(d, _other_seed),
+    "has a value for h.9.extra, which is not in the model": lambda d: _add_tensor(d),
     "has no value for": lambda d: corrupt_manifest(d, lambda m: m["frozen"].popitem()),
     "saved from another": lambda d: corrupt_manifest(
         d, lambda m: m["architecture"].update({"h.0.ln_1.weight": [[64], []]})
@@ -241,6 +242,12 @@ DAMAGE = {
     ),
     "the buffer nope": lambda d: corrupt_manifest(d, lambda m: m.update(buffers=["nope"])),
 }
+
+
+def _add_tensor(folder: Path) -> None:
+    path = next(folder.glob("*.safetensors"))
+    save_file(load_file(path) | {"h.9.extra": torch.zeros(1)}, path)
+    corrupt_manifest(folder, lambda m: m["tensors"].update(sha256=file_digest(path)))
 
 
 def _truncate(path: Path) -> None:

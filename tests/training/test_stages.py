@@ -275,7 +275,7 @@ def test_a_treatment_stays_in_every_stage(tmp_path: Path, kept: Seen) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stages": [{"train": []}]}, r"stages.0.train = \[\] should be a list that is not empty"),
-    ({"stages": [{"train": ["qeury"]}]}, "stages.0.train: `qeury` is not a role; .*`query`"),
+    ({"stages": [{"train": ["qeury"]}]}, "stages.0.train: `qeury` is not a role or .*`query`"),
     ({"stages": [{}, {"train": ["layers[4]"]}]}, r"stages.1.train: `layers\[4\]`: .* 0 to 0"),
     ({"treatment": "frozen-qk", "stages": [{"train": ["query"]}]},
      "stages.0.train trains nothing: all of it is frozen by the treatment, or fixed by "
@@ -283,9 +283,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stages": [{"lr": {"new": 1e-3, "old": 1e-4}}]}, "stages.0.lr.new: no stage has added"),
     ({"stages": [{"lr": {"head": 1e-3}}]}, "stages.0.lr has no rate for tokens.weight.* add `old`"),
     ({"stages": [{}, {"train": ["head"], "lr": {"query": 1e-3, "old": 1e-4}}]},
-     "stages.1.lr.query: applies to no part that learns in this stage"),
+     "stages.1.lr.query applies to no part that learns in this stage"),
     ({"stages": [{}, {"add": {}, "train": ["head"], "lr": {"new": 1e-3, "old": 1e-4}}]},
-     "stages.1.lr.new: applies to no part that learns"),
+     "stages.1.lr.new applies to no part that learns"),
     ({"stages": [{"lr": {"hed": 1e-3, "old": 1e-4}}]}, "stages.0.lr.hed: `hed` is not a role"),
     ({"stages": [{"lr": {"query": 1e-3, "layers[0]": 1e-3, "old": 1e-4}}]},
      r"stages.0.lr: `query` and `layers\[0\]` both name blocks.0.query.weight"),

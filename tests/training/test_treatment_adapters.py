@@ -209,12 +209,12 @@ def test_a_base_weight_that_moves_is_noticed() -> None:
 
 
 REFUSED = [
-    ("gpt", ["query", "value"], "blocks.0.qkv.weight holds query, key, value in one; select all"),
-    ("gpt2", ["query", "key"], "c_attn.weight holds query, key, value in one"),
-    ("llama", ["head"], "lm_head.weight belongs to the head, which learns fully"),
+    ("gpt", ["query", "value"], "blocks.0.qkv.weight holds query, key, value together; select"),
+    ("gpt2", ["query", "key"], "c_attn.weight holds query, key, value together"),
+    ("llama", ["head"], "lm_head.weight belongs to the head, which learns without"),
     ("bert", ["embedding"], r"word_embeddings.weight .embedding. is not a projection of its own"),
     ("bert", ["norm"], r"LayerNorm.weight .norm. is not a projection of its own; select"),
-    ("bert", ["query.bias"], "selects only biases"),
+    ("bert", ["query.bias"], "only biases are selected"),
     ("bert", ["querry"], "did you mean `query`"),
     ("bert", ["gate"], "`gate` matches nothing in BertForSequenceClassification"),
 ]

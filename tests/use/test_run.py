@@ -187,10 +187,10 @@ def test_another_runs_tokenizer_is_refused(
     run = copy_of(classifier, tmp_path)
     shutil.rmtree(run.folder / "tokenizer")
     shutil.copytree(language.folder / "tokenizer", run.folder / "tokenizer")
-    with pytest.raises(fl.BadInput, match="tokenizer is another run's tokenizer: manifest.json of"):
+    with pytest.raises(fl.BadInput, match="is not this run's tokenizer: manifest.json has other"):
         run.predict(["sun"])
     (run.folder / "manifest.json").unlink()
-    with pytest.raises(fl.BadInput, match="tokens, and the model .* another run's tokenizer"):
+    with pytest.raises(fl.BadInput, match="tokens, and the model .* not this run's tokenizer"):
         run.predict(["sun"])
 
 
@@ -199,9 +199,9 @@ def test_another_tokenizer_of_the_same_size_is_refused(classifier: fl.Run, tmp_p
     path = run.folder / "tokenizer" / "tokenizer.json"
     path.write_text(path.read_text().replace('"sun"', '"fog"'))
     seal(path.parent)
-    with pytest.raises(fl.BadInput, match="is another run's tokenizer"):
+    with pytest.raises(fl.BadInput, match="is not this run's tokenizer"):
         run.predict(["sun"])
-    with pytest.raises(fl.BadInput, match="is another run's tokenizer"):
+    with pytest.raises(fl.BadInput, match="is not this run's tokenizer"):
         run.tokenizer()
 
 

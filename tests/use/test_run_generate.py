@@ -1,5 +1,6 @@
 """`Run.generate`: texts in and out, and one clear line for runs that cannot generate."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 
 import frostlab as fl
 from frostlab.errors import UnfinishedRun
+from frostlab.records.checkpoint import PROGRESS, checkpoints_in
+from frostlab.storage import seal
 from frostlab.use.generate import Sample, samples_text
 from trained import trained
 
@@ -108,6 +111,13 @@ def test_an_unfinished_run_uses_its_best_weights_and_says_so(tmp_path: Path) -> 
     with pytest.warns(UnfinishedRun, match="its best weights so far are used"):
         samples = fl.load_run(folder).generate("the cat", max_tokens=5)
     assert samples == trained("gpt").generate("the cat", max_tokens=5)
+    newest = checkpoints_in(folder)[-1].folder
+    progress = json.loads((newest / PROGRESS).read_text())
+    progress["best"] |= {"value": None, "step": None}  # as before the first evaluation
+    (newest / PROGRESS).write_text(json.dumps(progress))
+    seal(newest)
+    with pytest.warns(UnfinishedRun, match="its newest weights are used"):
+        fl.load_run(folder).generate("the cat", max_tokens=5)
 
 
 def test_the_table_fits_80_columns_and_shows_control_characters() -> None:

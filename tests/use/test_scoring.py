@@ -233,7 +233,7 @@ def test_recordings_that_do_not_fit_are_refused(listener: fl.Run, tmp_path: Path
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("text,label\nsun,cloudy\n", "label cloudy is not a class: dry, wet"),
+        ("text,label\nsun,cloudy\n", "label cloudy is not one of the classes dry, wet"),
         ("text,label\n", "holds no text"),
         ("", "holds no text"),
         ("words,label\nsun,dry\n", "no column text"),
@@ -266,6 +266,7 @@ def test_files_that_do_not_fit_are_refused(
         ({"settings": {"data.text": ["a", "b"]}, "data": "a.csv"}, "names 2 columns; the run"),
         ({"settings": {"data.evaluation_limit": 0}}, "evaluation_limit 0 is not a whole number"),
         ({"settings": {"data.path": "a.csv"}, "data": "a.csv"}, "both name the data"),
+        ({"data": ""}, "data.path '' is not a name"),
         ({"settings": {"data.evaluation_limit": 3}, "split": "tune"}, "is a share of train"),
     ],
 )  # fmt: skip

@@ -1,1 +1,1 @@
-"""Benchmarks of whole training steps against other training loops and the device's ceilings."""
+"""Benchmarks of whole training steps against other training loops and the device's peak speed."""

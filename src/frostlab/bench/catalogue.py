@@ -23,10 +23,10 @@ class NotAvailable(FrostlabError):
 class Target:
     """The figures that a result must reach; a figure that is None is not required."""
 
-    faster: float | None = None  # their time over ours, at least
-    ours_ms: float | None = None  # at most
-    memory: float | None = None  # our peak memory over theirs, at most
-    gain_share: float | None = None  # measured gain over the gain that saved FLOPs allow, at least
+    faster: float | None = None  # least ratio of their time to ours
+    ours_ms: float | None = None  # longest time of our step
+    memory: float | None = None  # largest ratio of our peak memory to theirs
+    gain_share: float | None = None  # least share of the gain that the saved FLOPs allow
 
     def __str__(self) -> str:
         texts = (

@@ -1,4 +1,4 @@
-"""The competing training loops, and a check that both sides compute the same losses."""
+"""The training loops of both sides (frostlab, competitor), and a check that their losses agree."""
 
 import gc
 import os

@@ -1,7 +1,7 @@
 """`frostlab inspect`: show the parts of a model, given directly or by a recipe.
 
-A part is a parameter, or the rows of a fused parameter with one role, such as query. A model's
-anatomy is the list of its parts.
+A part is a parameter, or those rows of a fused parameter that have one role, such as query. A
+model's anatomy is the list of its parts.
 """
 
 import json
@@ -88,7 +88,7 @@ def inspect(
     table = anatomy.table(width_of(wide))
     echo(table)
     if table != anatomy.table():
-        echo("--wide shows whole names, ties, and the layout of fused weights")
+        echo("--wide shows whole names, tied weights, and the layout of fused weights")
     if anatomy.count("frozen"):
         echo("\nfreezing saves at most")
         for line in describe_savings(anatomy, length):

@@ -43,7 +43,8 @@ def evaluate(
         typer.Option(
             "--split",
             metavar="SPLIT",
-            help="report (the split of the run's results), tune (the split for early stopping) or "
+            help="report (the split that the run's result comes from), tune (the split that "
+            "selects the weights) or "
             "train; EEG: also unseen (default: report).",
         ),
     ] = None,
@@ -70,9 +71,9 @@ def evaluate(
 ) -> None:
     """Evaluate the best weights of a run, on its own data or on other data.
 
-    Only the run's folder is needed, and the data to evaluate. On the same hardware
-    and libraries, the report split gives exactly the metrics of the record. Without
-    --out, nothing is written.
+    Only the run's folder is needed, and the data to evaluate. With the hardware,
+    libraries and number of threads of a run of one process, the report split gives
+    exactly the metrics of its record. Without --out, nothing is written.
     """
     check_data_dir(data_dir)
     changes = settings_from(settings)

@@ -27,16 +27,18 @@ from frostlab.storage import finite, read_json
 from frostlab.text import NONE
 
 SCHEMA = 6  # version of evidence.json
-CONVERGED = ("steps", "epochs", "seconds")  # to a target, for each arm
-QUANTITIES = ("front_ratio", "weight_change", "update")  # of gradient flow, for each arm
-SEGMENTS = ("seen", "seen_std", "unseen", "unseen_std", "score")  # of EEG segments, for each arm
+CONVERGED = ("steps", "epochs", "seconds")  # what a run spent until it reached a target
+# Gradient flow: what reaches the first two layers of the model (measures/gradients.py).
+QUANTITIES = ("front_ratio", "weight_change", "update")
+# EEG: mean and std of r over seen and over unseen subjects, and the challenge's score.
+SEGMENTS = ("seen", "seen_std", "unseen", "unseen_std", "score")
 _MOST_VALUES = 10**7  # numbers and texts in evidence.json
 Schema = TypeVar("Schema")
 
 
 @dataclass(frozen=True)
 class Effect:
-    """An effect paired by seed, subject or round, mostly between arms (`statistics.Paired`)."""
+    """A difference or ratio of paired values, mostly of two arms (`statistics.Paired`)."""
 
     n: int  # pairs
     log: bool  # whether the effect is a ratio, computed on the log scale
@@ -67,14 +69,14 @@ def interval_text(low: float | None, high: float | None, log: bool) -> str:
 
 @dataclass(frozen=True)
 class Limit:
-    """The largest cost that does not matter, compared with the interval (`verdict.Margin`)."""
+    """The margin (how much worse an arm may be), and whether the interval stays within it."""
 
-    # yes: larger costs are excluded; no: only larger ones are left; not shown: neither, or unjudged
+    # yes: the arm is not worse by more; no: it is worse by more; not shown: neither is shown
     answer: Literal["yes", "no", "not shown"]
-    limit: float  # the margin in the rules' unit
-    cost: float | None  # the margin in the effect's unit
-    largest: float | None  # largest cost inside the interval; None if it is not bounded
-    probability_above: float | None  # posterior probability of a larger cost
+    limit: float  # the margin as in `Rules.margin`, such as a factor of the error rate
+    cost: float | None  # the margin as a difference or ratio, like the effect
+    largest: float | None  # how much worse the arm may be, by the interval; None: unbounded
+    probability_above: float | None  # posterior probability of being worse by more
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,13 @@ class ArmVerdict:
     metric: str
     word: Word
     sentence: str  # the word and its numbers in a sentence
-    family: int  # number of statements whose intervals hold simultaneously
+    family: int  # number of compared pairs of arms, whose intervals hold simultaneously
     paired: Effect | None  # None if there is no pair of values
     could_have_seen: float | None  # smallest effect that is found with a probability of 80 %
     margin: Limit | None  # None without a margin, two pairs or a finished run of `baseline`
-    anytime: tuple[float | None, float | None] | None  # valid however often results are analysed
+    anytime: tuple[float | None, float | None] | None  # interval valid for any number of analyses
     improvement: float | None  # how often a run of the arm beats one of the other arm
-    population: Effect | None  # for other test examples; only for accuracy with predictions
+    population: Effect | None  # effect for other test examples; only for accuracy
     skewed: float | None  # notable skewness of the differences, or its mean over pooled arms
     missing: dict[str, int]  # by arm: runs without a finite value, of the paired seeds
     together: tuple[str, ...]  # factors that differ together, if several (`Plan.together`)
@@ -189,7 +191,7 @@ class RunSummary:
     step_ms: float | None  # mean time of a step after warm-up
     gpu_utilisation: float | None  # mean percentage during the run; None without a GPU
     clipped_steps: int | None  # steps whose gradient was clipped; None without clipping
-    weights_digest: str | None  # of the final weights
+    weights_digest: str | None  # of the reported weights, which are the best
     recipe_digest: str
     caution: str | None  # a warning about the data, to show with every number
 
@@ -204,7 +206,7 @@ class ArmEvidence:
     """The runs of one arm and their summaries."""
 
     does: str  # what the arm's treatment does to the model, in one line
-    runs: tuple[RunSummary, ...]  # by the plan's seeds; chosen runs may lack a seed
+    runs: tuple[RunSummary, ...]  # by the plan's seeds; with `compare --runs`, some may be missing
     metrics: dict[str, Summary]  # by metric, over the finished runs that can be paired
     parameters: Parameters | None  # of the first of these runs; None without runs
     seconds: Summary | None  # total time of these runs; None without runs
@@ -271,8 +273,7 @@ class PredictionTest:
 class SubjectTest:
     """The test of an arm against the baseline, paired by EEG subject.
 
-    A subject's score is the correlation r of the decoded and the true speech envelope, or Fisher's
-    z of r.
+    r is the correlation of the decoded and the true speech envelope, and z is Fisher's z of r.
     """
 
     n: int  # subjects
@@ -298,8 +299,7 @@ class Quantity:
     """One quantity of gradient flow or of EEG segments, summarized over an arm's seeds."""
 
     summary: Summary | None  # None if no run has the quantity
-    # of gradient flow the ratio to the baseline, else the difference; None for the baseline itself
-    against: Effect | None
+    against: Effect | None  # to the baseline: ratio (flow), difference (EEG); None if unknown
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,8 @@ class ArmConvergence:
     """The first evaluations at which an arm's runs reached the target; keys are `CONVERGED`.
 
     Ratios to the baseline are paired by seed, over the seeds with which both arms reached the
-    target. If one arm missed it more often, the interval is unbounded on that side.
+    target. If the arm missed it more often, the interval has no upper end; if the baseline did, it
+    has no lower end.
     """
 
     runs: int  # runs that finished or diverged
@@ -323,7 +324,7 @@ class Convergence:
     metric: str
     target: float
     place: str  # where the target comes from, in words
-    evaluations: int  # of a baseline run, at least
+    evaluations: int  # the smallest number of evaluations in a finished run of the baseline
     arms: dict[str, ArmConvergence]
 
 
@@ -332,12 +333,12 @@ class TuningPoint:
     """The scores that an arm reached with one value of a tuned setting."""
 
     value: float
-    mean: float | None  # mean score over the seeds; None if a run did not finish
+    mean: float | None  # mean score over the seeds; None if a run has no finite score
     low: float | None  # ends of the mean's 95 % interval
     high: float | None
     scores: tuple[float | None, ...]  # by seed: best value on the split that selects the weights
     results: tuple[float | None, ...]  # by seed: the reported value of the metric
-    chosen: int  # seeds whose other seeds' scores were best with it (and other settings)
+    chosen: int  # seeds for which it was chosen, with the best other settings (see tuning.py)
 
 
 @dataclass(frozen=True)
@@ -361,9 +362,9 @@ class TimedArm:
     ratio: float | None  # to the baseline's time; None for the baseline
     low: float | None  # ends of the ratio's interval; the intervals of all arms hold together
     high: float | None
-    ceiling: float | None  # smallest ratio that the saved FLOPs explain; None if unknown
-    limits: dict[str, Any] | None  # FLOPs and memory traffic with and without the treatment
-    flag: str | None  # likely reason if the whole interval is below the ceiling
+    ceiling: float | None  # lower bound on the ratio, by the saved FLOPs; None if unknown
+    limits: dict[str, Any] | None  # FLOPs and Adam's traffic: the arm's, the baseline's (`_all`)
+    flag: str | None  # likely reason for a gain that is larger than the saved FLOPs allow
     word: Word | None  # verdict on the time; None for the baseline
     sentence: str | None  # the word and its numbers in a sentence
     step: str  # kind of step: eager, compiled or captured
@@ -414,20 +415,20 @@ class Repeat:
     folder: str  # of the second run, relative to the comparison's folder
     status: str  # of the second run
     metrics: dict[str, tuple[float | None, float | None]]  # the reported values of both runs
-    same_weights: bool  # whether both runs ended with the same weights
+    same_weights: bool  # whether both runs report the same weights
 
 
 @dataclass(frozen=True)
 class Assay:
-    """The test of the comparison itself: a harm was planted, which it must find."""
+    """A test of the comparison: the baseline with half its steps, which must be found worse."""
 
-    steps: int  # of each run of the harmed baseline
+    steps: int  # of each shortened run of the baseline
     of: int  # steps of a whole run
     verdict: ArmVerdict
 
     @property
     def found(self) -> bool:
-        """Whether the harm was found."""
+        """Whether the shortened baseline was found to be worse."""
         return self.verdict.word == "worse"
 
 
@@ -443,9 +444,9 @@ class Made:
     ended: str  # end of the last run
     machine: str
     versions: dict[str, str]
-    commit: str | None  # of frostlab's checkout; None if it is installed
+    commit: str | None  # of frostlab's git checkout; None for an installed package
     code: str | None  # digest of frostlab's code
-    command: str  # that started the first run
+    command: str  # the command that started the first run
 
     def lines(self, repeatable: bool = True) -> list[str]:
         """Return these facts in words; `repeatable`: the plan can be carried out again."""
@@ -495,18 +496,18 @@ class Evidence:
     partly_compared: tuple[ComparedOrder, ...]  # pairs whose order of examples is partly unknown
     varied_facts: tuple[VariedFact, ...]  # about the environment; empty if it is always the same
     verdicts: dict[str, ArmVerdict]  # by arm, on the plan's metric
-    secondary: dict[str, dict[str, Effect | None]]  # by metric and arm; these have no verdict
+    secondary: dict[str, dict[str, Effect | None]]  # other metrics, by metric and arm
     contrasts: tuple[Answer, ...]
     oelm: str | None  # arm that orthogonalizes and freezes query and key weights (`oelm_arm`)
     orthogonality: ArmVerdict | None  # orthogonal against random frozen query and key weights
     equal_norms: bool  # whether each head has the same norm in both arms of `orthogonality`
-    assay: Assay | None  # None if no harm was planted
+    assay: Assay | None  # None unless the plan has `assay`
     repeat: Repeat | None  # None if the comparison is quick or trains nothing
     mcnemar: dict[str, tuple[PredictionTest, ...]]  # by arm; for information only
     subjects: dict[str, SplitTests]  # by split; empty without recordings
     segments: dict[str, dict[str, Quantity]]  # by arm and `SEGMENTS`; empty without recordings
-    flow: dict[str, dict[str, Quantity]]  # by arm and `QUANTITIES`; empty unless recipes `watch`
-    convergence: Convergence | None  # None if no run of the baseline was evaluated
+    flow: dict[str, dict[str, Quantity]]  # by arm and `QUANTITIES`; empty without `watch`
+    convergence: Convergence | None  # None if no finished run of the baseline has a value
     timing: StepTiming | None  # None if steps were not timed
     rounds: dict[str, RoundTimes]  # by arm; empty without rounds
 
@@ -548,7 +549,7 @@ def read_evidence(path: Path) -> Evidence | None:
 
 
 def _check_names(evidence: Evidence, path: Path) -> None:
-    """Refuse evidence whose parts name other arms or metrics than its plan."""
+    """Refuse evidence whose parts name other arms than its plan, or unknown quantities."""
     plan = evidence.plan
     arms, others = [arm.name for arm in plan.arms], [arm.name for arm in plan.others]
     expected: dict[str, tuple[Collection[str], Collection[str]]] = {

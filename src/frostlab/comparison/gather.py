@@ -276,7 +276,7 @@ def _value(run: RunSummary, rules: Rules, of: str) -> float | None:
 
 
 def _identical(runs: Runs, arm: str, against: str) -> bool:
-    """Return whether both arms finished every seed that both have, with the same weights."""
+    """Return whether both arms finished every seed that both have, and report the same weights."""
     shared = [seed for seed in runs.seeds_of(arm) if seed in runs.seeds_of(against)]
     pairs = [(runs.summaries[arm, seed], runs.summaries[against, seed]) for seed in shared]
     return bool(pairs) and all(

@@ -1,9 +1,9 @@
 """Loading of a comparison's plan from a recipe, a YAML file, a dict or runs, with all checks.
 
 A comparison has the keys of a `Plan`, but for `name`, `quick` and `runs`, in a shorter notation:
-`seeds: 6` and `arms: baseline,oelm` replace lists, and the rules are keys at the top level. The
-plan of runs that have ended follows from their recipes: each group of runs is an arm, named after
-its differences from the others.
+`seeds: 6` and `arms: baseline,oelm` replace lists, the rules are keys at the top level, and `set`
+changes the recipe. The plan of runs that have ended follows from their recipes: each group of runs
+is an arm, named after its differences from the others.
 """
 
 import glob
@@ -179,7 +179,7 @@ def _validated(values: dict[str, Any], label: str) -> Plan:
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, BadInput):
             raise
-        raise BadInput(f"{label}: not plain values ({first_line(error)})") from None
+        raise BadInput(f"{label}: a value is not plain ({first_line(error)})") from None
     try:
         return Plan.model_validate_json(text)
     except ValidationError as error:
@@ -279,7 +279,7 @@ def _tune(value: Any, recipe: Recipe) -> Any:
         return _as_list(value)
     if value not in _TUNABLE:
         raise BadInput(
-            f"--tune {shown_key(value)}: cannot be tuned by name{nearest(value, _TUNABLE)}; "
+            f"--tune {shown_key(value)} has no default grid{nearest(value, _TUNABLE)}; "
             f"choose from: {', '.join(_TUNABLE)}"
         )
     key = _TUNABLE[value]
@@ -377,7 +377,7 @@ class _ChosenRuns:
             keys += [key for key, _ in _changed(_settings(first.recipe), _settings(run.recipe))]
             if keys:
                 raise BadInput(
-                    f"{label}: the runs of an arm differ only in the seed, but {run.folder} "
+                    f"{label}: the runs of an arm may differ only in the seed, but {run.folder} "
                     f"differs from {first.folder} in {', '.join(keys)}"
                 )
         runs: dict[int, RunRecord] = {}

@@ -100,7 +100,7 @@ def take_look(
         finally:
             lock.release()
     except OSError as error:
-        raise BadInput(f"{path} cannot be written ({error.strerror})") from None
+        raise BadInput(f"{path} cannot be read or written ({error.strerror})") from None
     return Looks(look, tuple(looks))
 
 

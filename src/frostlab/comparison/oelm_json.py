@@ -40,7 +40,7 @@ QUESTIONS = (
     "Is orthogonality needed?",
     "Does it carry from BERT to GPT?",
 )
-_OELM_KEY = "oelm_freeze"  # of the OELM arm in comparison.json
+_OELM_KEY = "oelm_freeze"  # key of the OELM arm in comparison.json
 _OTHER_KEYS = (  # keys that are not arms
     "dataset", "model", "quick", "caution", "environment", "convergence", "comparison",
     "overview",
@@ -262,7 +262,7 @@ def comparison_json(evidence: Evidence, first: RunRecord) -> dict[str, Any]:
         "dataset": data_name(evidence.plan.recipe),
         "model": model_name(evidence.plan.recipe),
         "quick": evidence.plan.quick,  # whether long runs were shortened
-        "caution": evidence.caution,  # a warning about the data, to show with every number
+        "caution": evidence.caution,  # a warning about the data or the runs
         "environment": _environment(first),
         "convergence": None
         if convergence is None

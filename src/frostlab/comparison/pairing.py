@@ -142,12 +142,13 @@ class Runs:
 
     plan: Plan
     trials: Trials
-    records: dict[tuple[str, int], RunRecord]  # of the trials that were chosen
+    records: dict[tuple[str, int], RunRecord]  # with the tuned values chosen for each seed
     summaries: dict[tuple[str, int], RunSummary]
-    tried: dict[str, tuple[dict[int, RunSummary], ...]]  # by arm: every trial by seed, if several
+    # by arm: the runs by seed with each combination of tuned values; empty without tuning
+    tried: dict[str, tuple[dict[int, RunSummary], ...]]
     facts: dict[tuple[str, int], PairingFacts]  # finished runs only
     refused: tuple[RefusedPair, ...]  # finished runs that cannot be paired with the baseline's
-    changed: dict[tuple[str, int], str]  # runs with other data or weights than the first, and why
+    changed: dict[tuple[str, int], str]  # runs with changed data or pretrained weights: why
     unproven: dict[str, str]  # by arm: why its tuning proves nothing
     varied: tuple[VariedFact, ...]  # facts about the environment that are not the same for all
 
@@ -199,7 +200,7 @@ class Runs:
         )
 
     def seeds_of(self, arm: str) -> list[int]:
-        """Return the seeds of an arm's runs; an arm of chosen runs may lack seeds of the plan."""
+        """Return the seeds of an arm's runs; with `compare --runs`, some may be missing."""
         return [seed for seed in self.plan.seeds if (arm, seed) in self.summaries]
 
     def finished(self, arm: str, seed: int) -> bool:

@@ -34,8 +34,8 @@ MOST_ARMS = 100
 MOST_SEED = 2**32  # seeds are smaller
 MOST_LOOKS = 1000
 AFTER_THE_FACT = "runs chosen after the fact"  # in verdicts of a plan that lists its runs
-TIME_SHARE = 0.2  # of alpha, for statements about time if steps are timed
-ERROR_RATES = ("accuracy", "macro_f1", "token_accuracy")  # a margin is a factor of 1 − metric
+TIME_SHARE = 0.2  # share of alpha for statements about time, if steps are timed
+ERROR_RATES = ("accuracy", "macro_f1", "token_accuracy")  # margins are factors of 1 − metric
 MARGINS = {"perplexity": 1.05, **dict.fromkeys(ERROR_RATES, 1.10), "pearson": 0.01}  # defaults
 _LOWER_IS_BETTER_ENDINGS = ("_seconds", "_ms", "_bytes")  # of metric names
 _NO_CONFOUNDS = ("about", "treatment", "seed")  # recipe keys whose differences are no confounds
@@ -51,8 +51,8 @@ class Rules(Strict):
 
     `log` means that values are compared as ratios, on the log scale. `minimum_effect` is the
     smallest effect of interest, in the metric's unit or, on the log scale, as a ratio − 1. `margin`
-    is the largest cost that does not matter: a factor for perplexity and other ratios, a factor of
-    1 − metric for accuracies and F1 (1.1: 10 % more errors), and a difference for other metrics.
+    is how much worse than the baseline an arm may be: a factor for perplexity and other ratios, a
+    factor of 1 − metric for accuracies and F1 (1.1: 10 % more errors), else a difference.
     `timed` means that statements about time take a part of alpha. A look is one analysis of the
     results. `looks` is the planned number of looks, `look` is the number of the current look,
     counted from 1, and `spent` is the part of alpha that earlier looks spent.
@@ -86,7 +86,7 @@ class Rules(Strict):
         return self.metric in ERROR_RATES
 
     def margin_as_cost(self, baseline: float) -> float:
-        """Return the margin in the unit of the effect, given the baseline's mean."""
+        """Return the margin as a difference or ratio, like the effect, given the baseline mean."""
         assert self.margin is not None
         if self.of_errors:
             return (self.margin - 1) * (1 - baseline)
@@ -264,7 +264,7 @@ class TimingPlan(Strict):
     """The conditions that end the timing of the arms' steps (see `timing.interleave.StopRule`)."""
 
     seconds: Annotated[float, Field(gt=0)] = 60.0  # time limit
-    width: Annotated[float, Field(gt=0, lt=1)] = 0.01  # of every interval, relative to the ratio
+    width: Annotated[float, Field(gt=0, lt=1)] = 0.01  # target of all intervals, over the ratio
 
 
 class Plan(Strict):
@@ -280,11 +280,9 @@ class Plan(Strict):
     allow_confounds: tuple[str, ...] = ()  # settings that may differ; the verdict says so
     vary: tuple[str, ...] = ()  # settings that are compared like treatments, such as stages
     contrasts: tuple[Contrast, ...] = Field(default=(), max_length=1000)
-    rounds: Annotated[int, Field(ge=0, le=MOST_RUNS)] = (
-        0  # extra whole runs per arm, only to time them
-    )
+    rounds: Annotated[int, Field(ge=0, le=MOST_RUNS)] = 0  # extra runs per arm, only to time them
     clock: TimingPlan | None = TimingPlan()  # None: steps are not timed
-    assay: bool = False  # whether to plant a harm (half the steps) that must be found
+    assay: bool = False  # whether to test the comparison: the baseline with half its steps
     quick: bool = False  # whether long runs are shortened
     # by arm and seed: the folders of the runs, if the comparison does not train them; relative to
     # the comparison's folder in plan.json, absolute before that
@@ -333,7 +331,7 @@ class Plan(Strict):
         stand_in: Callable[[Recipe], Recipe] | None,
         differing: Callable[[Recipe, Recipe], dict[str, Any]],
     ) -> "Plan":
-        """Return the plan with smaller recipes (`scale`), and stand-ins for what is missing.
+        """Return the plan with smaller recipes (`scale`), or stand-ins for missing data and models.
 
         The user's `settings` win over the scale, but an arm's own settings are scaled, too.
         `differing` returns the settings of a second recipe that the first does not share.
@@ -413,7 +411,7 @@ class Plan(Strict):
         self._check_arms()
         recipe = self.recipe_of(self.baseline, 0)
         check_settings_exist("--allow-confound", self.allow_confounds, recipe)
-        check_settings_exist("vary", self.vary, recipe)
+        check_settings_exist("vary", self.vary, recipe, by_last_part=False)
         for key in self.vary:
             if _section(key) in _SAME_FOR_ALL:
                 raise BadInput(f"vary {shown_key(key)}: arms must see the same data")
@@ -472,19 +470,23 @@ class Plan(Strict):
         runs = len(self.arms) * (len(self.seeds) * self.settings_tried + self.rounds)
         if runs > MOST_RUNS:
             raise BadInput(
-                f"{len(self.arms)} arms with {len(self.seeds)} seeds, {self.settings_tried} tuned "
-                f"values and {self.rounds} rounds are {runs} runs; {MOST_RUNS} is the most"
+                f"{len(self.arms)} arms with {len(self.seeds)} seeds, {self.settings_tried} "
+                f"combinations of tuned values and {self.rounds} rounds are {runs} runs; "
+                f"{MOST_RUNS} is the most"
             )
 
     def _check_chosen_runs(self) -> None:
-        """Refuse chosen runs of other arms or seeds, and parts of a plan that need training."""
+        """Refuse listed runs of other arms or seeds, and parts of a plan that need training."""
         if not self.runs:
             return
         seeds = {seed for by_seed in self.runs.values() for seed in by_seed}
         if self.runs.keys() != {arm.name for arm in self.arms} or seeds != set(self.seeds):
             raise BadInput("runs: their arms and seeds are not those of the plan")
         if self.tune or self.rounds or self.clock or self.assay or self.quick or self.contrasts:
-            raise BadInput("runs: a plan of finished runs trains and times nothing")
+            raise BadInput(
+                "runs: a plan of finished runs trains nothing, so it cannot have tune, rounds, "
+                "clock, assay, quick or contrasts"
+            )
 
     def _check_contrasts(self) -> None:
         arms = {arm.name: arm for arm in self.arms}
@@ -531,15 +533,17 @@ class Plan(Strict):
                 )
 
 
-def check_settings_exist(option: str, keys: Iterable[str], recipe: Recipe) -> None:
-    """Refuse a key unless it is a section, a setting's dotted key, or the last part of one."""
+def check_settings_exist(
+    option: str, keys: Iterable[str], recipe: Recipe, by_last_part: bool = True
+) -> None:
+    """Refuse a key unless it is a section, a dotted key or, if allowed, the last part of one."""
     paths = _paths(recipe.to_dict())
-    names = {*recipe.to_dict(), *paths, *(path.rpartition(".")[2] for path in paths)}
+    by_last = {path.rpartition(".")[2]: path for path in reversed(paths)}  # the first counts
+    names = {*recipe.to_dict(), *paths, *(by_last if by_last_part else ())}
     for key in keys:
         if key not in names:
-            raise BadInput(
-                f"{option} {shown_key(key)}: no setting has this name{nearest(key, names)}"
-            )
+            hint = f"; did you mean `{by_last[key]}`?" if key in by_last else nearest(key, names)
+            raise BadInput(f"{option} {shown_key(key)}: no setting has this name{hint}")
 
 
 def set_nested(values: dict[str, Any], key: str, value: Any) -> None:

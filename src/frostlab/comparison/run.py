@@ -40,6 +40,7 @@ from frostlab.comparison.runner import (
 from frostlab.comparison.tuning import Trials, chosen_trials, run_trials, trial_task
 from frostlab.data.prepare import find_path, prepare
 from frostlab.errors import BadInput, FrostlabError, require
+from frostlab.html import fragment
 from frostlab.models.stand_in import suggesting_stand_in, with_stand_ins
 from frostlab.recipe.load import watch_interval
 from frostlab.recipe.recipe import Scale
@@ -47,7 +48,7 @@ from frostlab.records.folder import RunRecord
 from frostlab.records.manifest import write_manifest
 from frostlab.records.schema import read
 from frostlab.storage import check_name, write_whole
-from frostlab.text import plain
+from frostlab.text import NONE, plain
 from frostlab.training.progress import choose_screen
 from frostlab.training.stages import total_steps
 
@@ -68,6 +69,29 @@ class Comparison:
         except (OSError, FrostlabError):
             verdicts = ["no verdicts yet"]
         return plain(f"Comparison({self.folder}: {', '.join(verdicts)})")
+
+    def _repr_html_(self) -> str:
+        """Return the verdicts as HTML, which notebooks show."""
+        try:
+            evidence = self.evidence
+        except (OSError, FrostlabError):
+            return fragment(str(self.folder), "no verdicts yet")
+        metric, rows = evidence.rules.metric, []
+        for name, arm in evidence.arms.items():
+            verdict = evidence.verdicts.get(name)
+            paired = verdict and verdict.paired
+            rows.append((
+                name,
+                str(arm.metrics[metric]) if metric in arm.metrics else NONE,
+                str(paired) if paired else NONE if verdict else "",
+                verdict.word if verdict else "the baseline",
+            ))  # fmt: skip
+        head = ("arm", metric, f"against {evidence.baseline}", "verdict")
+        notes = [f"{name}: {note}" for name, verdict in evidence.verdicts.items()
+                 for note in verdict.notes]  # fmt: skip
+        caution = [evidence.caution] if evidence.caution else []
+        return fragment(str(self.folder), evidence.plan.about or "", head, rows,
+                        [*caution, *notes])  # fmt: skip
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder))  # a str is accepted too
@@ -150,7 +174,7 @@ def compare(
         metric: the metric that decides the verdicts; by default the recipe's metric.
         alpha: the allowed rate of false alarms, over all arms.
         minimum_effect: the smallest effect of interest; verdicts say if an effect is smaller.
-        margin: the largest cost that does not matter; verdicts say whether a larger one is
+        margin: how much worse than the baseline an arm may be; verdicts say whether more is
             excluded. A factor of perplexity or of the error rate; a difference of other metrics.
         tune: the settings to tune for each arm: `lr`, `decay`, `{key, values}`, or a list of such
             mappings. Every value is trained with every seed.
@@ -158,7 +182,7 @@ def compare(
         rounds: number of extra whole runs per arm, which alternate between arms for timing.
         clock: `{seconds, width}`, the time limit of step timing and the target width of its
             intervals; False turns it off.
-        assay: plant a harm (half the training steps) that the comparison must find.
+        assay: also train the baseline for half its steps, which the comparison must find worse.
         settings: settings of the recipe for every arm, such as `{"optim.lr": 1e-4}`.
         quick: shorten runs and timing and use fewer seeds, to see whether a full comparison is
             worthwhile.
@@ -455,10 +479,10 @@ def _stored_steps(folder: ComparisonFolder, name: str) -> _Steps | None:
 def _assay_steps(
     plan: Plan, folder: ComparisonFolder, runner: Runner | Finished
 ) -> tuple[int, int]:
-    """Return the number of steps with the planted harm, and without it."""
+    """Return the steps of a shortened run of the baseline, and of a whole run."""
     stored = _stored_steps(folder, "assay.json")
     if stored is None:
-        runner.must_train("assay.json")
+        runner.must_train(folder.path / "assay.json")
         recipe = plan.recipe_of(plan.baseline, plan.seeds[0])
         whole = total_steps(recipe.train, len(prepare(recipe, runner.data_dir).splits["train"]))
         stored = _Steps(max(1, whole // 2), whole)
@@ -503,7 +527,7 @@ def _time_steps(
         return None
     values = folder.read("steps.json")
     if values is None:
-        runner.must_train("steps.json")
+        runner.must_train(folder.path / "steps.json")
         from frostlab.comparison.timed_arms import time_steps
 
         try:
@@ -516,7 +540,7 @@ def _time_steps(
         values = folder.read("steps.json")
     timing = read(StepTiming, values, folder.path / "steps.json")
     if not all(arm.name in timing.arms and timing.arms[arm.name].ms > 0 for arm in plan.arms):
-        raise BadInput(f"{folder.path / 'steps.json'}: arms lacks the time of an arm")
+        raise BadInput(f"{folder.path / 'steps.json'}: an arm of the plan has no time")
     return timing
 
 
@@ -531,7 +555,7 @@ def _shortened(
     recipe = plan.recipe_of(plan.baseline, plan.seeds[0])
     quick = _stored_steps(folder, "quick.json")
     if quick is None:
-        runner.must_train("quick.json")
+        runner.must_train(folder.path / "quick.json")
         # Without timing, assume one second per step.
         slowest_ms = max(arm.ms for arm in timing.arms.values()) if timing else 1e3
         runs = len(plan.arms) * len(plan.seeds) * plan.settings_tried

@@ -53,9 +53,9 @@ class Finished:
     def say(self, line: str) -> None:
         """Ignore a line of progress."""
 
-    def must_train(self, name: str) -> None:
+    def must_train(self, path: Path) -> None:
         """Refuse to go on without a file that only `frostlab compare` writes."""
-        raise BadInput(f"{name} is missing; finish the comparison with frostlab compare")
+        raise BadInput(f"{path} is missing; finish the comparison with frostlab compare")
 
     def run_all(
         self, tasks: Sequence["Task"], *, alone: bool = False
@@ -87,7 +87,7 @@ class Runner:
         self.data_dir, self.screen, self.jobs = data_dir, screen or Nowhere(), jobs
         self.say = self.screen.line
 
-    def must_train(self, name: str) -> None:
+    def must_train(self, path: Path) -> None:
         """Accept that a file is missing, because this runner can make its content."""
 
     def run_all(

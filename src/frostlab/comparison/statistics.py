@@ -20,12 +20,10 @@ from frostlab.errors import BadInput
 
 Numbers = NDArray[np.float64]
 
-POWER = 0.8  # average power at the effect that `could_have_found` returns
+POWER = 0.8  # least average power at the effect that `could_have_found` returns
 LEAST_POWER = 0.5  # power at this effect that is reached with 96 % confidence
 NAN = math.nan
-_ANYTIME_VARIANCE = (
-    1.0  # prior variance of the effect in standard deviations, for anytime intervals
-)
+_ANYTIME_VARIANCE = 1.0  # of the prior of the effect in standard deviations, for `anytime_critical`
 _SKEW_DRAWS = 20_000  # simulated comparisons behind the limit of the skewness
 
 
@@ -188,7 +186,9 @@ def t_critical(n: int, alpha: float) -> float:
 
 @cache
 def anytime_critical(n: int, alpha: float) -> float:
-    """Return the half-width in standard errors of an interval that holds at all looks at once.
+    """Return the half-width in standard errors of an interval for any number of looks.
+
+    A look is one analysis of the results.
 
     The interval holds all effects for which the Bayes factor of the t statistic is below 1 / alpha.
     The effect in standard deviations has a normal prior around the tested one, and the standard

@@ -2,8 +2,8 @@
 
 All arms (variants of one recipe) run in one process and take blocks of steps in turn; one round is
 one block of every arm. The controls are further copies of the baseline, which differ only in their
-memory addresses. An arm is faster or slower only if it differs from the copies by more than they
-differ from each other. If a control does so, the timing proves nothing about the arms.
+memory addresses. An arm is called faster or slower only if it differs from the copies by more than
+they differ from each other. If a control does so, the timing proves nothing about the arms.
 """
 
 import gc
@@ -543,8 +543,8 @@ def time_steps(plan: Plan, data_dir: Path | None, say: Callable[[str], None]) ->
 def _arm_evidence(name: str, timing: Timing) -> dict[str, Any]:
     """Return one arm's values in steps.json.
 
-    `ceiling` is the lowest ratio that the saved FLOPs can explain; None for a control, and if an
-    architecture is unknown.
+    `ceiling` is the lowest ratio that the saved FLOPs allow (the ceiling of the speed-up); None for
+    a control, and if an architecture is unknown.
     """
     arm = timing.arms[name]
     ratio, saved = arm.ratio, None if name in CONTROLS else arm.savings

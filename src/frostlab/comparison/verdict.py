@@ -41,7 +41,7 @@ MEANINGS: dict[Word, str] = {
         "the interval contains zero (or the ratio 1); the sentence says, as far as known, which "
         "costs it excludes and which true difference would be found in 8 of 10 such comparisons"
     ),
-    "identical": "both arms ended with the same weights for every seed",
+    "identical": "the reported weights of both arms are the same for every seed",
     "at chance": "no difference is found, and neither arm is shown to beat chance",
     "did not finish": f"fewer than {LEAST_SEEDS} pairs finished, though enough were planned",
     "too few seeds": f"fewer than {LEAST_SEEDS} pairs; a seed that neither arm finished is no pair",
@@ -61,8 +61,8 @@ class Scores:
     """The values of one arm's runs.
 
     A seed in `missing` has a run without a value; `missing` gives the reason, such as "diverged".
-    If settings were tuned, `tried` holds the values of every setting that was tried, and `values`
-    those of the setting that was chosen for each seed.
+    If settings were tuned, `tried` holds the metric's values with every combination of settings,
+    and `values` those with the combination that was chosen for each seed.
     """
 
     values: Values
@@ -71,7 +71,7 @@ class Scores:
 
     @property
     def seeds(self) -> set[int]:
-        """The seeds with a value or with a run that is missing."""
+        """The seeds that have a run, whether it has a value or not."""
         return {*self.values, *self.missing}
 
     def lost(self, seed: int) -> str | None:
@@ -91,7 +91,7 @@ class Statement:
     confounds: tuple[str, ...] = ()  # settings that differ and are not compared
     together: tuple[str, ...] = ()  # factors that differ together, if several (`Plan.together`)
     unproven: str | None = None  # why the values prove nothing
-    identical: bool = False  # whether both arms ended with the same weights for every seed
+    identical: bool = False  # whether both arms report the same weights for every seed
     at_chance: bool = False  # whether neither arm is shown to have learned more than chance
     about: str = "these test examples"  # what the values were measured on
     population: Paired | None = None  # the effect for other test examples of the same population
@@ -100,11 +100,11 @@ class Statement:
 
 @dataclass(frozen=True)
 class Margin:
-    """The largest cost that does not matter (the margin), compared with the interval.
+    """The margin (how much worse than its baseline an arm may be), compared with the interval.
 
-    `answer` is "yes" if the interval excludes a larger cost, "no" if it holds only larger costs,
-    and else "not shown". `limit` is the margin in the unit that `Rules` explains. `largest` is the
-    largest cost in the interval, in the unit of the effect; None if the interval has no such end.
+    A cost is how much worse the arm is. `answer` is "yes" if the interval excludes costs above the
+    margin, "no" if it holds only such costs, and else "not shown". `limit` is the margin as in
+    `Rules`. `largest` is the largest cost in the interval, in the unit of the effect, or None.
     """
 
     answer: Answer
@@ -151,7 +151,8 @@ def judge(
 
     `family` is the number of all statements of the comparison, if it makes more than these. Each
     interval has a confidence of at least 1 − `rules.level` / family, so all of them hold together
-    with confidence 1 − `rules.level`. The level is the false-alarm rate of this look.
+    with confidence 1 − `rules.level`. The level is the false-alarm rate of this look, which is one
+    analysis of the results.
     """
     _check(arms, statements, rules)
     size = family or len(statements)
@@ -165,7 +166,7 @@ def judge(
 
 
 def _check(arms: Mapping[str, Scores], statements: Mapping[str, Statement], rules: Rules) -> None:
-    """Refuse invalid arms, missing runs with a value, and values without a needed logarithm."""
+    """Refuse unknown arms, missing runs with a value, and values ≤ 0 on the log scale."""
     for statement in statements.values():
         for name in (statement.arm, statement.baseline):
             if name not in arms:
@@ -197,7 +198,7 @@ def _worst(arms: Mapping[str, Scores], rules: Rules) -> float | None:
 
 
 def _pool(cases: Sequence["_Case"]) -> Pool | None:
-    """Pool the statements with the first one's baseline, enough pairs and no missing run."""
+    """Pool the arms that share the first statement's baseline, with enough pairs and all runs."""
     baseline = cases[0].statement.baseline if cases else ""
     same = [
         case.differences
@@ -359,7 +360,7 @@ class _Case:
             ending = "".join(f"; {part}" for part in (costs, power) if part) + self._together()
             return f"no difference found between {arm} and {baseline} {on}: {numbers}{ending}."
         text = {
-            "identical": f"{arm} and {baseline} are identical: they ended with the same weights "
+            "identical": f"{arm} and {baseline} are identical: they report the same weights "
             f"for every seed, so their difference had no effect; {numbers}.",
             "at chance": f"{arm} and {baseline} are at chance {on}: neither is shown to have "
             f"learned anything; {numbers}.",

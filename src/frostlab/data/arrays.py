@@ -84,7 +84,7 @@ def _read_array(file: IO[bytes], size: int, where: str) -> NDArray[Any]:
         raise BadInput(f"{where} holds {dtype} of shape {shape}, not samples")
     count, left = math.prod(shape), size - file.tell()
     if min(shape) < 0 or count > VALUES:
-        raise BadInput(f"{where} has shape {shape!s:.200}; the most is {VALUES:,} values")
+        raise BadInput(f"{where} has shape {shape!s:.200}, not 0 to {VALUES:,} values")
     if count * dtype.itemsize > left:
         raise BadInput(
             f"{where} is cut off: shape {shape} of {dtype} takes {count * dtype.itemsize:,} bytes, "

@@ -1,8 +1,8 @@
 """Built-in data, without downloads: docstrings of installed packages, and synthetic tasks.
 
-The class of a docstring is its package; the class of a pair says whether summary and body belong
-together. Docstrings are read from source files, without importing the packages. Synthetic tasks
-have a known answer and are drawn from fixed seeds.
+The class of a docstring is its package; the class of a pair says whether its summary and body are
+from one docstring. Docstrings are read from source files, without importing the packages. Synthetic
+tasks have a known answer and are drawn from fixed seeds.
 """
 
 import ast
@@ -50,7 +50,7 @@ _PLAIN_WORD = re.compile(r"(?<![\w.])[a-z]+(?![\w(])")  # lower case, and no att
 
 Ids = npt.NDArray[np.int64]
 SYNTHETIC_SEEDS = {"report": 101, "tune": 202, "train": 303}  # by split, drawn in this order
-TRIES = 50  # draws in a row without a new example before giving up
+TRIES = 50  # draws in a row without a new example before an error is raised
 DRAWN_AT_ONCE = 8192  # maximum number of examples per draw
 
 
@@ -89,7 +89,8 @@ def docstring_files(
     if len(versions) < needed:
         installed = ", ".join(versions) or "none"
         raise BadInput(
-            f"data.name docstrings needs {needed} of {', '.join(PACKAGES)}; installed: {installed}"
+            f"data.name docstrings{'-pairs' * pairs} needs {needed} of {', '.join(PACKAGES)}; "
+            f"installed: {installed}"
         )
     if classes is not None and not pairs:
         versions = dict(list(versions.items())[:classes])
@@ -120,8 +121,8 @@ def _write_docstrings(
         for split, count in counts.items():
             if count < least:
                 raise BadInput(
-                    f"data.name docstrings: the installed {name} has {count} usable docstrings for "
-                    f"the split {split}, but {least} are needed"
+                    f"data.name docstrings{'-pairs' * bool(kinds)}: the installed {name} has "
+                    f"{count} usable docstrings for the split {split}, but {least} are needed"
                 )
     for split, count in counts.items():
         rows: list[dict[str, str | int]] = []

@@ -81,6 +81,8 @@ def recipe_split(
     data: TextData, role: str, language: str | None, data_dir: Path | None, cache: Path
 ) -> Split:
     """Return the split that has a role in a recipe; refuse a role that is a share of train."""
+    if role == "tune" and data.splits == "published":
+        raise BadInput("--split tune: with data.splits published, there is none; use report")
     split: Split | float | str | None
     if isinstance(data, Named):
         defaults = PUBLIC_SETS[data.name]
@@ -98,8 +100,6 @@ def recipe_split(
             return splits[split]
     else:
         split = getattr(plan_splits(data, data_dir, cache), role)
-    if role == "tune" and data.splits == "published":
-        raise BadInput("--split tune: with splits: published the run has none; use report")
     if not isinstance(split, Split):
         raise BadInput(
             f"the {role} split of data.name {data.name} is a share of train; evaluate it as in "

@@ -32,7 +32,7 @@ from frostlab.recipe.recipe import Recipe
 Kind = Literal["data", "tokenizer", "weights"]
 # Files of a model on the hub, except pickled weights and other libraries' formats.
 _MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
-_EXCERPT = 4  # compression makes files of the same text differ in size by less than this factor
+_EXCERPT = 4  # a set this many times smaller than the public one is not just better compressed
 _COMMIT = re.compile(r"[0-9a-f]{40}")  # the last folder of a data set in the cache of `datasets`
 
 

@@ -26,7 +26,7 @@ LABEL = 1000  # the most characters of a label
 # A .gz or .npz may unpack to UNPACKED bytes or, if that is more, to RATIO times its own size.
 UNPACKED = 1 << 20
 RATIO = 100  # text shrinks 3 to 20 times, and a file of one repeated character 1,000 times
-WORD = 512  # characters; longer words may be cut, because BPE takes quadratic time in their length
+WORD = 512  # characters of a word that may be cut: BPE takes quadratic time in a word's length
 _SPACE = re.compile(r"\s")
 _WORD_END = re.compile(r"(?<=\S)\s")  # the first white space after a word
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which UTF-8 cannot encode
@@ -203,7 +203,7 @@ def _decoded(path: Path, file: IO[bytes]) -> Iterator[tuple[int, str]]:
 
 
 def _too_long(path: Path, line: int) -> BadInput:
-    return BadInput(f"{path}:{line}: a row is longer than {LINE >> 20} MiB, the most allowed")
+    return BadInput(f"{path}:{line}: a line or text is longer than {LINE >> 20} MiB, the limit")
 
 
 def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> BadInput:
@@ -217,7 +217,10 @@ def _json(path: Path, file: IO[bytes]) -> Iterator[Line]:
             continue
         value = parse_json(text.strip(), f"{path}:{number}")
         if not isinstance(value, dict):
-            raise BadInput(f"{path}:{number}: {type(value).__name__}, not an object with columns")
+            kind = type(value).__name__
+            raise BadInput(
+                f"{path}:{number}: the line should be an object with columns, not {kind}"
+            )
         yield number, value
 
 
@@ -252,7 +255,8 @@ def _table(path: Path, file: IO[bytes], *, tabs: bool) -> Iterator[Line]:
                 yield reader.line_num, dict(zip(header, cells, strict=True))
             else:
                 raise BadInput(
-                    f"{path}:{reader.line_num}: {len(cells)} columns, the header has {len(header)}"
+                    f"{path}:{reader.line_num}: the row has {len(cells)} columns, the header "
+                    f"{len(header)}"
                 )
     except csv.Error as error:
         problem, hint = str(error), "; quote cells as pandas does, or use jsonl" if tabs else ""

@@ -80,7 +80,7 @@ LEAK = "made with a vocabulary that knows the words of {}"
 BATCH = 1 << 20  # approximate number of characters per encoded batch
 ROWS = 1024  # maximum number of texts per encoded batch
 MOST_DRAWN = 1 << 26  # limit on examples drawn at once × data.symbols, and × data.length
-VERSION = 2  # of the files that describe prepared data; raise it when they change
+VERSION = 2  # version of the files that describe prepared data; raise it when they change
 SHOWN_LABELS = 5  # labels that a note lists
 MOST_PLACES = 10_000  # files and folders among which data are searched by their digest
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class _TextFacts:
 
     vocabulary: int
     pad: int
-    # By role, without source and files: a copy of the text elsewhere has the same digest.
+    # By role, without source and files, because a copy of the text elsewhere shares this entry.
     splits: dict[str, SplitRecord]
 
 
@@ -162,10 +162,9 @@ def find_path(recipe: Recipe, digest: str, data_dir: Path | None) -> str | None:
         with suppress(FrostlabError):  # a file of another kind
             if data_digest(recipe.model_copy(update={"data": data}), data_dir) == digest:
                 return path
-    searched = own if parent is None else f"{own} nor in {parent}"
+    searched = f"not at {own}" if parent is None else f"neither at {own} nor in {parent}"
     raise BadInput(
-        f"data.path: the data of the comparison's runs (digest {digest[:16]}) are not at "
-        f"{searched}; "
+        f"data.path: the data of the comparison's runs (digest {digest[:16]}) are {searched}; "
         "name a folder that holds them with --data-dir"
     )
 

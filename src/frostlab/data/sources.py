@@ -36,7 +36,7 @@ HELD_OUT = 0.05  # share of train that replaces a missing tune split, and a miss
 LANGUAGES = (
     "ar", "bg", "de", "el", "en", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur", "vi", "zh",
 )  # fmt: skip
-SPLIT_NAMES = ("train", "validation", "test")  # of the files in a user's folder
+SPLIT_NAMES = ("train", "validation", "test")  # names of the files in a user's folder
 _WHOLE_NUMBER = re.compile(r"-?\d{1,20}")
 _TRUE = ("1", "true", "yes", "on")  # values of environment variables that mean yes
 
@@ -158,7 +158,7 @@ def _label(place: str, line: int, values: Mapping[str, Any], name: str) -> Label
 
 @dataclass(frozen=True)
 class SetDefaults:
-    """Splits, columns and size of a data set; a number as split is a share of train."""
+    """Splits, columns and size of a data set; a number in place of a split is a share of train."""
 
     hub: tuple[str, str | None, str | None] = ("", None, None)  # name, configuration, revision
     tune: str | float = HELD_OUT
@@ -241,7 +241,7 @@ PUBLIC_SETS = {
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """The split of each role; a number as split is a share of train to hold out."""
+    """The split of each role; a number in place of a split is a share of train to hold out."""
 
     train: Split
     tune: Split | float | None  # None with `splits: published`: report also selects checkpoints
@@ -316,7 +316,7 @@ def _unused_files(data: Own, folder: Path, files: dict[str, Path]) -> tuple[str,
     if unused and not isinstance(data.report, str) and not isinstance(data.tune, str):
         name, file = unused[0]
         raise BadInput(
-            f"data.path {folder}: {file} would not be used; files are called "
+            f"data.path {folder}: {file} would not be used; rename it to one of "
             f"{', '.join(SPLIT_NAMES)}, or set data.report: {name} or data.tune: {name}"
         )
     return tuple(file for _, file in unused)

@@ -1,10 +1,9 @@
 """Splits of text by role: train, tune (to select checkpoints) and report (for the final scores).
 
 Labelled rows are held out by a hash of their text, running text by its order. No seed is used, so
-the splits are the same for every seed. A `Survey` holds the hash,
-size and label of each row. Rows of train whose text is also in tune or report are dropped, except
-with `splits: published` (without tune; report selects checkpoints) and in running text that is
-split by characters.
+the splits are the same for every seed. A `Survey` holds the hash, size and label of each row. Rows
+of train whose text is also in tune or report are dropped, except with `splits: published` (without
+tune; report selects checkpoints) and in running text that is split by characters.
 """
 
 import hashlib
@@ -34,7 +33,7 @@ _FACTS = "survey.json"
 # arrays of a survey
 _KINDS = {"keys": "uint64", "sizes": "int64", "codes": "int64", "empty": "uint8"}
 _VERSION = 1  # of a survey's files; raise it when they change
-_SALT = {"report": 1, "tune": 2, "limit": 3}  # gives each purpose its own order of rows
+_SALT = {"report": 1, "tune": 2, "limit": 3}  # gives each purpose its own hash of rows
 
 
 # Surveys
@@ -156,8 +155,10 @@ def class_numbers(split: Split, rows: Survey, classes: tuple[Label, ...]) -> Num
     for label, line in rows.labels:
         key = label if label in order else str(label)
         if key not in order:
-            listed = ", ".join(f"{name!s:.40}" for name in classes[:8])
-            raise BadInput(f"{split.place}:{line}: label {label!s:.40} is not a class: {listed}")
+            listed = ", ".join(f"{name!s:.40}" for name in classes[:8]) + " …" * (len(classes) > 8)
+            raise BadInput(
+                f"{split.place}:{line}: label {label!s:.40} is not one of the classes {listed}"
+            )
         numbers.append(order[key])
     return np.array(numbers, dtype=np.int64)[rows.codes]
 
@@ -368,7 +369,7 @@ def count_rows(survey: Survey, rows: Numbers, numbers: Numbers | None) -> RowCou
 
 
 def limit_rows(portion: Portion, numbers: Numbers, limit: int | None) -> Numbers:
-    """Choose at most `limit` rows with all classes in proportion; return them in file order."""
+    """Choose at most `limit` rows, with classes in proportion; return them in file order."""
     rows = np.flatnonzero(portion.taken)
     if limit is None or limit >= len(rows):
         return rows

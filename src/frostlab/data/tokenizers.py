@@ -335,9 +335,9 @@ def load_transformers_tokenizer(name: str) -> Any:
             )
         except Exception as error:  # damaged files raise many types of errors
             reason = first_line(error).rstrip(": ")
-    where = "in this folder" if local else "in a folder here, or on the hub"
+    where = "this folder" if local else "the hub, and no folder here has this name"
     problem = BadInput if local else Unavailable
-    raise problem(f"tokenizer.name {name}: no tokenizer {where} ({reason:.300})")
+    raise problem(f"tokenizer.name {name} cannot be loaded from {where} ({reason:.300})")
 
 
 def _check_folder(folder: Path) -> None:
@@ -356,5 +356,5 @@ def _check_folder(folder: Path) -> None:
         if own and (path.name == "tokenizer_config.json" or "AutoTokenizer" in own):
             raise BadInput(
                 f"{path} has auto_map: the tokenizer would run Python code of this folder, which "
-                "frostlab does not; save it as tokenizer.json with a fast tokenizer"
+                "frostlab does not allow; save it as tokenizer.json with a fast tokenizer"
             )

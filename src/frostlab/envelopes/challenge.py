@@ -23,7 +23,7 @@ ScoresBySplit = Mapping[str, Mapping[str, EnvelopeScores]]  # by split, then by 
 
 @dataclass(frozen=True)
 class ChallengeScore:
-    """The score of one decoder; the groups are the spread of the subjects' mean r."""
+    """The score of one decoder, and the mean and spread over subjects of their mean r, by group."""
 
     seen: Spread | None  # None if the scores have no such subjects
     unseen: Spread | None

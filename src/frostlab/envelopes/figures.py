@@ -21,6 +21,7 @@ from frostlab.storage import whole_file, write_whole
 
 Rows = list[dict[str, Any]]
 _WIDTH = 640  # pixels
+_NAMED = 40  # the most subjects whose names stand at an axis
 _RIM = 1.15  # radius of the coloured map, in head radii
 _LIMIT = 1.3  # in head radii; channels beyond it, on face or neck, do not colour the map
 _PAGE = """
@@ -77,7 +78,7 @@ def eeg_page(
         name = _file_name(split, number, charts)
         dashed = "" if best_r is None else f"; dashed: upper bound, {best_r:.3f}"
         charts[name] = draw_subjects(subject_rows(decoders), best_r).properties(
-            title=f"Correlation with the envelope, by subject{dashed}"
+            title=f"Correlation with the envelope, by subject; grey: 5 % to 95 % by chance{dashed}"
         )
         table = scores_table(decoders, best_r).splitlines()
         splits.append({"title": (titles or {}).get(split, split), "table": table, "name": name})
@@ -134,8 +135,10 @@ def _write(folder: Path, text: str, pictures: Mapping[str, bytes]) -> Path:
     return page
 
 
-def draw_importance(names: Sequence[str], values: ArrayLike) -> tuple[Any, str, str | None]:
-    """Draw a scalp map, and return it with its title and None.
+def draw_importance(
+    names: Sequence[str], values: ArrayLike, quantity: str = "importance"
+) -> tuple[Any, str, str | None]:
+    """Draw a scalp map of a quantity, and return it with its title and None.
 
     If a map is impossible, for example without MNE, draw bars, and return the reason instead of
     None.
@@ -147,9 +150,9 @@ def draw_importance(names: Sequence[str], values: ArrayLike) -> tuple[Any, str, 
         cells = scalp_rows([row["importance"] for row in rows], positions)
     except BadInput as error:
         title = "Channel importance, the largest first"
-        return draw_channels(rows), title, f"Channels as bars: {error}."
+        return draw_channels(rows, quantity), title, f"Channels as bars: {error}."
     title = "Channel importance; the ten largest are named"
-    return draw_scalp(rows, cells, positions), title, None
+    return draw_scalp(rows, cells, positions, quantity), title, None
 
 
 def subject_rows(decoders: Mapping[str, EnvelopeScores]) -> Rows:
@@ -165,33 +168,43 @@ def subject_rows(decoders: Mapping[str, EnvelopeScores]) -> Rows:
 def draw_subjects(rows: Rows, best: float | None = None) -> Any:
     """Draw r for each subject and decoder, with the first decoder's chance range in grey."""
     alt = _altair()
-    first = rows[0]["decoder"]
-    first_rows = [row for row in rows if row["decoder"] == first]
-    order = [row["subject"] for row in sorted(first_rows, key=lambda row: row["r"])]
-    x = alt.X("subject:N", sort=order, title="subject, by r of the first decoder")
     decoders = list(dict.fromkeys(row["decoder"] for row in rows))
+    first_rows = [row for row in rows if row["decoder"] == decoders[0]]
+    order = [row["subject"] for row in sorted(first_rows, key=lambda row: row["r"])]
+    named = len(order) <= _NAMED
+    x = alt.X(
+        "subject:N", sort=order, axis=alt.Axis(labels=named, ticks=named, labelAngle=-50),
+        title=f"{len(order)} subjects, by r of {decoders[0]}",
+    )  # fmt: skip
     chance = (
         alt.Chart(alt.Data(values=first_rows))
         .mark_bar(color=GREY, opacity=0.4, size=min(30, 0.7 * _WIDTH / len(first_rows)))
         .encode(
             x=x,
-            y=alt.Y("chance_low:Q", title="Pearson r (grey: 5 % to 95 % by chance, first decoder)"),
+            y=alt.Y("chance_low:Q", title="Pearson r"),
             y2="chance_high:Q",
         )
     )
+    legend = alt.Legend(orient="top")
     dots = (
         alt.Chart(alt.Data(values=rows))
         .mark_point(filled=True, size=55)
         .encode(
             x=x,
             y="r:Q",
-            color=alt.Color("decoder:N", sort=decoders, title=None),
+            color=alt.Color("decoder:N", sort=decoders, title=None, legend=legend),
             shape=alt.Shape("decoder:N", sort=decoders, legend=None),
+            tooltip=[
+                "subject:N",
+                "decoder:N",
+                alt.Tooltip("r:Q", format=".3f"),
+                alt.Tooltip("p:Q", format=".2g"),
+            ],
         )
     )
     layers = [chance, dots]
     if best is not None:
-        line = alt.Chart(alt.Data(values=[{"r": best}])).mark_rule(strokeDash=[6, 4])
+        line = alt.Chart(alt.Data(values=[{"r": best}])).mark_rule(strokeDash=[6, 4], color=GREY)
         layers.append(line.encode(y="r:Q"))
     return alt.layer(*layers).properties(width=_WIDTH, height=260)
 
@@ -239,7 +252,7 @@ def draw_excerpt(rows: Rows) -> Any:
         .encode(
             x=alt.X("second:Q", title="seconds", scale=alt.Scale(domain=[min(times), max(times)])),
             y=alt.Y("value:Q", title="standard deviations"),
-            color=alt.Color("signal:N", sort=signals, title=None),
+            color=alt.Color("signal:N", sort=signals, title=None, legend=alt.Legend(orient="top")),
         )
         .properties(width=_WIDTH, height=180)
     )
@@ -292,13 +305,15 @@ def channel_rows(importance: ArrayLike, channels: Sequence[str]) -> Rows:
     return [{"channel": channels[i], "importance": float(values[i])} for i in order]
 
 
-def draw_channels(rows: Rows, most: int = 20) -> Any:
+def draw_channels(rows: Rows, quantity: str = "importance", most: int = 20) -> Any:
     """Draw the `most` most important channels as bars, the substitute for a scalp map."""
     alt = _altair()
     return (
         alt.Chart(alt.Data(values=rows[:most]))
         .mark_bar()
-        .encode(x="importance:Q", y=alt.Y("channel:N", sort=None, title=None))
+        .encode(
+            x=alt.X("importance:Q", title=quantity), y=alt.Y("channel:N", sort=None, title=None)
+        )
         .properties(width=_WIDTH)
     )
 
@@ -372,11 +387,13 @@ def scalp_rows(
     ]
 
 
-def draw_scalp(rows: Rows, cells: Rows, places: Sequence[tuple[float, float]]) -> Any:
+def draw_scalp(
+    rows: Rows, cells: Rows, places: Sequence[tuple[float, float]], quantity: str = "importance"
+) -> Any:
     """Draw channel importance on the head, seen from above with the nose up.
 
     `rows` are the result of `channel_rows`, in the order of `places`; `cells` are the result of
-    `scalp_rows`.
+    `scalp_rows`; `quantity` is the title of the colours.
     """
     alt = _altair()
     square = alt.Scale(domain=[-1.3, 1.3])
@@ -384,13 +401,13 @@ def draw_scalp(rows: Rows, cells: Rows, places: Sequence[tuple[float, float]]) -
     y = alt.Y("y:Q", scale=square, axis=None)
     field = (
         alt.Chart(alt.Data(values=cells))
-        .mark_rect()
+        .mark_rect(x2Offset=0.6, y2Offset=-0.6)  # overlapping squares leave no seams
         .encode(
             x=x,
             x2="x2:Q",
             y=y,
             y2="y2:Q",
-            color=alt.Color("importance:Q", scale=alt.Scale(scheme="viridis"), title="importance"),
+            color=alt.Color("importance:Q", scale=alt.Scale(scheme="viridis"), title=quantity),
         )
     )
     angles = np.linspace(0, 2 * np.pi, 91)

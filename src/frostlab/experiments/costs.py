@@ -1,7 +1,7 @@
 """The catalogue: what every experiment of a group takes, from its recipe and without its data.
 
 Times are those of measured steps (`frostlab.experiments.steps`): an experiment with a step that was
-not measured has no time. Peak memory is then an estimate, which the Conformer does not have.
+not measured has no time. Its peak memory is then an estimate or, for a Conformer, not known.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,7 +51,7 @@ class Entry:
     seconds: float | None  # of all steps on MACHINE, without evaluations
     memory_bytes: int | None  # at the peak of a step
     memory_measured: bool  # else `memory_bytes` is an estimate
-    reported: dict[str, float]  # by the sources
+    reported: dict[str, float]  # by metric: what the sources (published studies) reported
     optional: bool  # whether the sources left it to the reader
 
 
@@ -102,7 +102,7 @@ def _entry(group: Group, name: str, facts: Experiment, models: Models) -> Entry:
 def _measured(
     counts: Mapping[Step, int], measured: Mapping[Step, Measured]
 ) -> tuple[float | None, int | None]:
-    """Return the seconds of so many steps and their peak memory; None if one was not measured."""
+    """Return the seconds of all steps and their peak memory; None if a step was not measured."""
     if not counts.keys() <= measured.keys():
         return None, None
     milliseconds = sum(count * measured[step].ms for step, count in counts.items())

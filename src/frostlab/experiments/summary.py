@@ -81,14 +81,14 @@ class Answered:
 class ComparisonSummary:
     """One comparison of the group."""
 
-    name: str  # also its folder
+    name: str  # also the name of its folder
     status: Status
     about: str = ""
     metric: str | None = None
     seeds: int = 0
     model: str | None = None  # BERT, GPT or another kind
     data: str | None = None
-    caution: str | None = None  # a warning about the data, to show with every number
+    caution: str | None = None  # a warning to show with every number
     reduced: tuple[str, ...] = ()  # why the numbers are not those of the whole experiment
     changed: tuple[str, ...] = ()  # settings that are not the group's
     baseline: str | None = None
@@ -411,7 +411,8 @@ def _interaction(
         return f"not finished: {', '.join(missing)}."
     own, other = (finished[name] for name in names)
     if interaction.arm not in own.verdicts or interaction.arm not in other.verdicts:
-        return f"not known: {interaction.arm} is not compared with a baseline in both."
+        compared = "is not compared with a baseline in both comparisons"
+        return f"not known: {interaction.arm} {compared}."
     parts = "; ".join(_effect_in(name, finished[name], interaction.arm) for name in names)
     if own.rules.metric != other.rules.metric:
         metrics = f"{own.rules.metric} and {other.rules.metric}"

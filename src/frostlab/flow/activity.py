@@ -1,6 +1,6 @@
 """Measurement of activations in the forward pass: dead units, saturation, attention entropy.
 
-A measured training step is a report; `Activity` adds its measurements to the step's `Report`.
+Each measured training step has a `Report`, to which `Activity` adds its measurements.
 
 Units are measured at the output of the modules in `ONE_SIDED` and `BOUNDED` and, if the
 architecture is known, at the input of every feed-forward network's last projection (role `down`).

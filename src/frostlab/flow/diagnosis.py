@@ -1,7 +1,8 @@
 """Diagnosis of a run: a summary of its gradient flow, gradient ratios over depth, and targets.
 
 A flow holds the reports of a run, one for each measured step. A part is all tensors of one role,
-such as query, in one layer. The front is the first two layers, the output is the head.
+such as query, in one layer or outside the layers. The front is the first two layers, the output is
+the head.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Rules of thumb of the EEG source: the norm of the gradient, and what to try if training fails.
 
 The source is the study whose Conformer docs/eeg.md repeats. It wants the norm of the whole gradient
-(`Gradient/norm`) steady within 1 and 10, and has advice for three troubles. Both are shown with the
-run's own numbers. They are no targets: a run does not fail by them.
+(`Gradient/norm`) steady between 1 and 10, and has advice for three troubles. Both are shown with
+the run's own numbers. They are no targets: a run does not fail by them.
 """
 
 import math
@@ -34,7 +34,7 @@ class NormCheck:
     median: float
     low: float  # 5 % quantile
     high: float  # 95 % quantile
-    within: float  # share of the steps whose norm is within 1 and 10
+    within: float  # share of the steps whose norm is between 1 and 10
 
     @property
     def steady(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frostlab.errors import BadInput, FrostlabError, first_line, nearest
+from frostlab.errors import BadInput, first_line, nearest, require
 from frostlab.records.folder import RunRecord
 from frostlab.records.schema import (
     EvaluationEvent,
@@ -160,6 +160,12 @@ class Flow:
         about = f"{self.model}, {self.optimizer}, {count}: {sentence_of(self)}"
         return plain(f"{type(self).__name__}({about})")
 
+    def _repr_html_(self) -> str:
+        """Return the heat maps as HTML, which notebooks show; a table if altair is missing."""
+        from frostlab.flow.show import as_html
+
+        return as_html(self)
+
     @property
     def reports(self) -> list[Report]:
         """The reports so far, in the order of their steps."""
@@ -229,10 +235,7 @@ class Flow:
 
     def to_frame(self) -> Any:
         """Return a pandas DataFrame with one row per reported step and part."""
-        try:
-            import pandas
-        except ImportError:  # no extra of frostlab installs it
-            raise FrostlabError("to_frame needs pandas: pip install pandas") from None
+        pandas = require("pandas", "data", "Flow.to_frame")
         rows = [
             {"step": report.step, "part": part.name, "layer": part.layer, "state": part.state,
              "ratio": report.ratio(i), **{q: v[i] for q, v in report.values.items()}}
@@ -387,9 +390,10 @@ def _check_flow(flow: Flow, where: str) -> None:
         if len(report.rates) != len(groups):
             raise BadInput(f"{where}: rates of step {report.step} do not fit the groups")
         if any(index not in parts for index in report.broken):
-            raise BadInput(f"{where}: broken of step {report.step} names no part")
+            raise BadInput(f"{where}: broken of step {report.step} names an unknown part")
         if report.largest.keys() != set(_DEPTHS):
-            raise BadInput(f"{where}: largest of step {report.step} should have {_DEPTHS}")
+            keys = ", ".join(_DEPTHS)
+            raise BadInput(f"{where}: largest of step {report.step} should have {keys}")
 
 
 def _nan_for_null(value: Any) -> Any:

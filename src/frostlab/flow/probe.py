@@ -3,9 +3,9 @@
 Once a `Probe` is built, its measurements neither synchronise with the device nor read a value, so
 they can be captured in a CUDA graph. Call `before_step` and `after_step` around the optimizer step.
 
-A measured step is a report. A part is all tensors of one role, such as query, in one layer
-(`frostlab.flow.tensors`). The front is the first two layers, the back the last two, and the output
-is the head.
+Each measured step gives a report. A part is all tensors of one role, such as query, in one layer or
+outside the layers (`frostlab.flow.tensors`). The front is the first two layers, the back the last
+two, and the output is the head.
 """
 
 from collections import Counter

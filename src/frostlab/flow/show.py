@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from frostlab.charts import require_drawing
-from frostlab.errors import BadInput
+from frostlab.errors import BadInput, FrostlabError
 from frostlab.flow.diagnosis import (
     FLOW_TARGETS,
     findings_of,
@@ -37,7 +37,7 @@ from frostlab.flow.figures import (
     too_many_rows,
 )
 from frostlab.flow.judge import FROZEN, LEARNING
-from frostlab.html import render
+from frostlab.html import fragment, render
 from frostlab.storage import whole_file, write_whole
 from frostlab.text import NONE, columns, counted, plain, wrapped
 
@@ -282,6 +282,27 @@ def page_of(flow: "Flow") -> str:
         titles=("part", *_SHOWN, "update/weight", "verdict"),
         rows=_number_rows(flow),
     )
+
+
+def as_html(flow: "Flow") -> str:
+    """Return the verdicts and the heat maps as a part of a page, for notebooks.
+
+    Without altair it has a table of the last report instead of the maps.
+    """
+    title = f"Gradient flow of {flow.model}"
+    if not flow.reports:
+        return fragment(title, "no step has been measured yet")
+    alarming = _is_alarming(flow)
+    sentence = sentence_of(flow)
+    about = "; ".join(part for part in (flow.run, "" if alarming else sentence) if part)
+    alarms = [line for line in (flow.caution, sentence if alarming else "") if line]
+    try:
+        drawings = heat_svgs(flow).values()
+    except FrostlabError:
+        head = ("part", *_SHOWN, "update/weight", "verdict")
+        rows = [(row["name"], *row["numbers"], row["word"]) for row in _number_rows(flow)]
+        return fragment(title, about, head, rows, alarms)
+    return fragment(title, about, alarms=alarms, drawings=drawings)
 
 
 def _shown_findings(flow: "Flow") -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Measurement of every n-th optimizer step, through optimizer hooks or calls by the loop.
 
-A measured step gives a report, with numbers for each part (all tensors of one role in one layer). A
-`Probe` measures on the device, a `ReportQueue` copies the numbers to the host asynchronously, and
-`FrozenDigests` shows whether frozen weights changed.
+A measured step gives a report, with numbers for each part (all tensors of one role in one layer, or
+outside the layers). A `Probe` measures on the device, a `ReportQueue` copies the numbers to the
+host asynchronously, and `FrozenDigests` shows whether frozen weights changed.
 """
 
 import math

@@ -42,7 +42,7 @@ from frostlab.text import plain, short, typed
 _LONGEST = 300  # maximum number of characters of a tag
 _VALUES, _BINS = 10_000, 64  # maximum number of sampled values, and number of bins, per histogram
 _FILES = "events.out.tfevents.*"
-_MOST_BYTES = 2**24  # of an event in a file; a longer one is damaged
+_MOST_BYTES = 2**24  # largest size of an event in a file; a larger one is damaged
 
 
 Samples = dict[str, NDArray[np.float32]]  # by tag
@@ -183,7 +183,7 @@ def sample(model: nn.Module, gradient: Gradient = own_gradient) -> Samples:
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in unwrapped(model).named_parameters():
-        # `Gradient/norm` is the norm of the whole gradient
+        # the tag `Gradient/norm` holds the norm of the whole gradient
         tag = "outside.norm" if name == "norm" else name
         tensors[f"Weight/{tag}"] = parameter
         if (tensor := gradient(parameter)) is not None:
@@ -275,9 +275,9 @@ def check_folder(folder: Path, run: Path, resumes: bool) -> None:
     """
     require("tensorboardX", "tensorboard", "writing event files")
     if folder.resolve().is_relative_to(run.resolve()):
-        raise BadInput(f"--tensorboard {folder}: is in the run's folder; choose another folder")
+        raise BadInput(f"--tensorboard {folder} is in the run's folder; choose another folder")
     if not resumes and folder.is_dir() and any(folder.glob(_FILES)):
-        raise BadInput(f"--tensorboard {folder}: holds event files already; choose another folder")
+        raise BadInput(f"--tensorboard {folder} holds event files already; choose another folder")
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class FlowCallback:
         self.flow.start()
 
     def stop_flow(self, saves: bool) -> None:
-        """Stop measuring; save the flow if a path is given and `saves`, as in the first process."""
+        """Stop measuring; with `saves` (True in one process), save the flow if a path was given."""
         self.flow.stop()
         if self.path is not None and saves:
             self.flow.save(self.path)

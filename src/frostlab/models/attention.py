@@ -24,7 +24,7 @@ class Packing:
 
     @property
     def firsts(self) -> Tensor:
-        """The index of each sequence's first token, (N,); of an empty sequence, some token's."""
+        """The index of each sequence's first token, (N,); for an empty sequence, any index."""
         return self.bounds[:-2].clamp(max=len(self.owners) - 1)
 
     def lasts(self, mask: Tensor) -> Tensor:

@@ -161,8 +161,8 @@ def _pretrained(
         text.vocab_size = vocabulary
     elif vocabulary > text.vocab_size:
         raise BadInput(
-            f"model.name {settings.name} has {text.vocab_size} tokens, the tokenizer "
-            f"{vocabulary}; use the model's own tokenizer"
+            f"model.name {settings.name} has a vocabulary of {text.vocab_size} tokens, and the "
+            f"tokenizer one of {vocabulary}; use the model's own tokenizer"
         )
     if not classes and not _is_causal(text):
         raise BadInput(
@@ -281,10 +281,11 @@ def _apply_settings(config: Any, settings: PretrainedModel) -> None:
                 f"{nearest(key, defaults)}"
             )
         most = next((most for word, most in _MOST.items() if word in key), 2**24)
-        if isinstance(value, int | float) and abs(value) > most:
-            raise BadInput(f"model.config.{key} = {value} should be at most {most}")
         if isinstance(value, int | float) and typed(defaults[key], int) and value < 0:
             raise BadInput(f"model.config.{key} = {value} should not be negative")
+        if isinstance(value, int | float) and abs(value) > most:
+            limit = f"at most {most}" if value > 0 else f"at least {-most}"
+            raise BadInput(f"model.config.{key} = {value} should be {limit}")
         try:
             setattr(config, key, value)
         except Exception as error:  # configs validate values in different ways
@@ -419,7 +420,7 @@ def find_config(name: str) -> tuple[Any, str]:
             file = cached_file(name, "config.json", local_files_only=offline)
         except Exception as error:  # the hub's client has errors of many kinds
             raise Unavailable(
-                f"{name} is not a folder, an architecture or a model on the hub "
+                f"{name} is not a folder or an architecture, and cannot be read from the hub "
                 f"({first_line(error)}){_nearest_architecture(name, CONFIG_MAPPING_NAMES)}"
             ) from None
     check_config(Path(file), name)
@@ -437,14 +438,14 @@ def find_config(name: str) -> tuple[Any, str]:
 
 
 def check_available(settings: PretrainedModel) -> None:
-    """Raise `Unavailable` if the config or the weights of a model on the hub cannot be had."""
+    """Raise `Unavailable` if the config or weights of a model on the hub cannot be read."""
     find_config(settings.name)
     if settings.weights:
         _check_weights_available(settings.name)
 
 
 def _check_weights_available(name: str) -> None:
-    """Raise `Unavailable` if the weights of a model on the hub cannot be had."""
+    """Raise `Unavailable` if the weights of a model on the hub cannot be read."""
     if os.path.exists(name):
         return
     from transformers.utils.hub import cached_file
@@ -456,7 +457,7 @@ def _check_weights_available(name: str) -> None:
             return
         except Exception as error:  # the hub's client has errors of many kinds
             reason = reason or first_line(error)
-    raise Unavailable(f"model.name {name}: its weights cannot be had ({reason:.300})")
+    raise Unavailable(f"model.name {name}: its weights cannot be read from the hub ({reason:.300})")
 
 
 def looks_like_path(name: str) -> bool:

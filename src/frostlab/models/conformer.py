@@ -273,7 +273,7 @@ class ChannelAttention(nn.Module):
     def __init__(self, config: ConformerConfig) -> None:
         super().__init__()
         width, bias = config.width, not config.published
-        self.slope = 0.01 if config.published else 0.0  # of LeakyReLU for negative inputs
+        self.slope = 0.01 if config.published else 0.0  # LeakyReLU's slope for negative inputs
         self.squeeze = nn.Linear(width, max(1, width // 16), bias=bias)
         self.excite = nn.Linear(max(1, width // 16), width, bias=bias)
 
@@ -340,7 +340,7 @@ class Conformer(nn.Module):
         self.channels = ChannelAttention(config)
         self.subjects: nn.Embedding | nn.Linear
         if config.published:
-            self.subjects = nn.Linear(config.subjects, width)  # of a one-hot code
+            self.subjects = nn.Linear(config.subjects, width)  # reads a subject's one-hot code
         else:
             self.subjects = nn.Embedding(config.subjects, width)
             nn.init.normal_(self.subjects.weight, std=0.02)
@@ -375,7 +375,7 @@ class Conformer(nn.Module):
             raise BadInput(f"the EEG is {tuple(eeg.shape)}, not (B, T, channels)")
         if eeg.shape[-1] != self.config.channels:
             raise BadInput(
-                f"the EEG has {eeg.shape[-1]} channels, the model {self.config.channels}"
+                f"the EEG has {eeg.shape[-1]} channels; the model reads {self.config.channels}"
             )
         if self.config.published and eeg.shape[1] > LONGEST:
             raise BadInput(

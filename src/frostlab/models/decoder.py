@@ -32,7 +32,7 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if self.width % (2 * self.heads):
             raise ValueError(
-                f"width {self.width} is not a multiple of {self.heads} heads of even size"
+                f"width {self.width} cannot be divided into {self.heads} heads of even size"
             )
 
 
@@ -153,8 +153,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Read the next tokens (B, T) of each row; return logits (B, vocabulary) after the last.
 
-        `places` (B, T) are their positions, `mask` (B, 1, T, S) is true for the S tokens read so
-        far that each of them sees, and each block has a cache.
+        `places` (B, T) are the positions of these tokens. `mask` (B, 1, T, S) is true where one of
+        them sees one of the S tokens read so far, these included. Each block has its own cache.
         """
         x = self.tokens(input_ids)
         angles = self.angles(places[:, None])  # (2, B, 1, T, size)

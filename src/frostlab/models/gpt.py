@@ -27,7 +27,8 @@ class GPTConfig:
     bias: bool | Literal["feed-forward"] = True
     causal: bool = True
     classes: int = 0  # 0: a language model whose head is tied to the token embedding
-    pooling: Literal["mean", "last"] = "mean"  # what a classifier's head reads: mean or last token
+    # input of a classifier's head: the mean over all tokens, or the last token
+    pooling: Literal["mean", "last"] = "mean"
     qk_norm: bool = False  # RMSNorm of every head's queries and keys
 
     def __post_init__(self) -> None:

@@ -247,7 +247,7 @@ def _new_name(name: str, table: dict[str, str]) -> str:
     for pattern, new in table.items():
         if match := re.fullmatch(pattern, module):
             return f"{match.expand(new)}.{local}"
-    raise BadInput(f"export: {name} has no place in a model of transformers")
+    raise BadInput(f"export: {name} has no counterpart in transformers' model")
 
 
 def _load(made: Any, state: dict[str, Tensor]) -> None:

@@ -75,7 +75,7 @@ class Stack(ABC):
 
     @abstractmethod
     def read(self, x: Tensor, ids: Tensor, packing: Packing | None) -> Tensor:
-        """Return the head's input: (B, T, width) for a language model, otherwise (N, width).
+        """Return the head's input: (B, T, width) for a language model, else a vector per sequence.
 
         `x` is the output of a layer. Without a packing, rows may be padded only at the end and only
         in a causal model, where no token before the padding attends to it. A classifier of
@@ -270,7 +270,7 @@ def take_apart(model: nn.Module) -> Stack | None:
 def is_causal(model: nn.Module) -> bool:
     """Return whether a model is one of frostlab's causal models.
 
-    Their attention kernel skips masked keys, so it computes fewer FLOPs.
+    Without padding, their attention kernel skips later keys, so it computes fewer FLOPs.
     """
     return isinstance(model, Decoder) or (isinstance(model, GPT) and model.config.causal)
 

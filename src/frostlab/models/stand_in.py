@@ -22,7 +22,7 @@ from frostlab.recipe.model import PretrainedModel
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.scale import narrowed
 
-_SPLITS = ("train", "validation", "test")  # of the docstrings
+_SPLITS = ("train", "validation", "test")  # splits of the built-in data `docstrings`
 _HEADS = "num_attention_heads"  # key of a Hugging Face config
 # settings of text data that a stand-in shares with the missing data
 _TEXT = ("task", "length", "stride", "splits", "tune", "report", "limit", "evaluation_limit")
@@ -81,7 +81,7 @@ def _is_missing(find: Callable[..., Any], *arguments: Any) -> bool:
 
 def _has_text(data: Named, data_dir: Path | None) -> bool:
     needed = {data.name: data.language}
-    if data.name == "xnli":  # its models train on MNLI
+    if data.name == "xnli":  # models for XNLI are trained on MNLI
         needed["mnli"] = "en"
     return not any(_is_missing(public_splits, *item, data_dir) for item in needed.items())
 
@@ -108,8 +108,8 @@ def _model_for(model: PretrainedModel, scale: str) -> dict[str, Any]:
     name = architecture_of(model.name)
     if not name:
         raise BadInput(
-            f"model.name {model.name} cannot be had, and nothing stands in for it: the name does "
-            "not begin with an architecture, such as bert"
+            f"model.name {model.name} is not available, and frostlab has no stand-in for it: the "
+            "name does not begin with an architecture, such as bert"
         )
     config = dict(model.config)
     if scale != "full":

@@ -28,19 +28,19 @@ CONVERT = "python -P -m frostlab.models.convert"  # reads pickled weights safely
 _ALLOW = f"if you trust it, allow it with --trust-remote-code or {TRUST}=1"
 _CONFIG_BYTES = 16 << 20
 _INDEX_BYTES = 64 << 20
-_MOST_COUNT = 100_000  # of layers, experts, labels, …
-# words in the config keys whose values are such counts
+_MOST_COUNT = 100_000  # largest number of layers, experts, labels, …
+# words in the config keys whose values are such numbers
 _COUNTED = ("layer", "depth", "block", "expert", "stage", "label", "head", "stack", "group")
 _MOST_PIECES = 30_000  # modules and parameters of a model; a Llama with 126 layers has 2,800
 _MOST_NUMBERS = 10**13  # numbers in all parameters of a model
-_SECONDS = 5  # processor time for a config or a model without weights
+_SECONDS = 5  # processor time that reading a config, or building a model without weights, may take
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = (".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".pkl")
 _OTHER = (".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".npz")
 
 
 class Refused(BadInput):
-    """A model that would run its own code or load unchecked weights, which nobody allowed."""
+    """Raised if a model would run its own code or load unchecked weights without permission."""
 
 
 def code_is_trusted() -> bool:
@@ -64,9 +64,7 @@ def check_config(path: Path, name: str) -> dict[str, Any]:
         if isinstance(value, int | float) and any(word in last for word in _COUNTED):
             if not abs(value) <= _MOST_COUNT:
                 shown = "a number of many digits" if abs(value) > 1e30 else value
-                raise BadInput(
-                    f"{path}: {key!r:.80} is {shown}; at most {_MOST_COUNT:,} are possible"
-                )
+                raise BadInput(f"{path}: {key!r:.80} is {shown}; {_MOST_COUNT:,} is the most")
         elif last == "configuration_files":
             raise BadInput(f"{path}: {key!r:.80} names other configs, which frostlab does not read")
     if not code_is_trusted():
@@ -231,9 +229,9 @@ def careful(name: str) -> Iterator[None]:
         if isinstance(piece, nn.Parameter):
             numbers += piece.numel()
         if pieces > _MOST_PIECES:
-            raise BadInput(f"{name}: its config has more than {_MOST_PIECES:,} tensors and modules")
+            raise BadInput(f"{name} has more than {_MOST_PIECES:,} tensors and modules")
         if numbers > _MOST_NUMBERS:
-            raise BadInput(f"{name}: its config makes more than {_MOST_NUMBERS:.0e} parameters")
+            raise BadInput(f"{name} has more than {_MOST_NUMBERS:.0e} parameters")
 
     hooks = [
         register_module_module_registration_hook(count),
@@ -255,7 +253,7 @@ def _time_limit(name: str) -> Iterator[None]:
         return
 
     def stop(*_: object) -> None:
-        raise BadInput(f"{name}: its config takes more than {_SECONDS} s to build")
+        raise BadInput(f"{name} takes more than {_SECONDS} s to build without its weights")
 
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS, 1)

@@ -25,6 +25,7 @@ from frostlab.pages.content import (
     words,
 )
 from frostlab.pages.curves import Curve
+from frostlab.pages.languages import WORDS, time_pieces, translated, verdict_pieces
 from frostlab.text import plain
 
 EVIDENCE = "evidence.json"
@@ -75,6 +76,10 @@ class Compared:
         if confounded:
             pieces += [" Confounded by ", self.cell("confounds", name, format="list"), "."]
         alarm = confounded or not timing.proven or timing.arms[name].flag is not None
+        if self.language in WORDS:
+            arm = timing.arms[name]
+            pieces = time_pieces(name, arm, self.evidence.baseline, self.language, self.cell)
+            return item(*pieces, alarm=alarm)
         return item(*pieces, alarm=alarm, lead=f"Time of a step, {plain(name)}:")
 
     @cached_property
@@ -112,9 +117,11 @@ def document(folder: Path, language: str) -> Document:
 
 def _question(compared: Compared) -> str:
     evidence = compared.evidence
-    return (
-        f"What does {' or '.join(compared.others)} change, compared with {evidence.baseline}, "
-        f"on {evidence.rules.metric}?"
+    question = "What does {arms} change, compared with {baseline}, on {metric}?"
+    return translated(question, compared.language).format(
+        arms=translated(" or ", compared.language).join(compared.others),
+        baseline=evidence.baseline,
+        metric=evidence.rules.metric,
     )
 
 
@@ -132,14 +139,16 @@ def _cautions(compared: Compared) -> list[Paragraph]:
     evidence = compared.evidence
     blocks = []
     if evidence.caution:
-        blocks.append(words("Caution: ", compared.cell("caution", format="text"), ".", alarm=True))
+        caution = translated("Caution: ", compared.language)
+        blocks.append(words(caution, compared.cell("caution", format="text"), ".", alarm=True))
+    texts = []
     if evidence.plan.quick:
-        blocks.append(words("A quick comparison with short runs: it shows no more than whether a "
-                            "full one is worthwhile.", alarm=True))  # fmt: skip
+        texts.append("A quick comparison with short runs: it shows no more than whether a full "
+                     "one is worthwhile.")  # fmt: skip
     if evidence.plan.runs:
-        blocks.append(words("The runs were chosen after they had ended, so the statements hold "
-                            "only if nobody knew their results.", alarm=True))  # fmt: skip
-    return blocks
+        texts.append("The runs were chosen after they had ended, so the statements hold only if "
+                     "nobody knew their results.")  # fmt: skip
+    return blocks + [words(translated(text, compared.language), alarm=True) for text in texts]
 
 
 def _findings(compared: Compared) -> list[Paragraph]:
@@ -148,6 +157,9 @@ def _findings(compared: Compared) -> list[Paragraph]:
     blocks = []
     for name in compared.others:
         verdict = evidence.verdicts[name]
+        if compared.language in WORDS:
+            blocks.append(_foreign(compared, name))
+            continue
         if verdict.word in DOUBTFUL:
             blocks.append(item(_sentence(compared, "verdicts", name), alarm=True))
             continue
@@ -167,6 +179,15 @@ def _findings(compared: Compared) -> list[Paragraph]:
     return blocks + [compared.time_of(name) for name in compared.others if evidence.timing]
 
 
+def _foreign(compared: Compared, name: str) -> Paragraph:
+    """Return the verdict on an arm in the language of the report, if that is not English."""
+    verdict, language = compared.evidence.verdicts[name], compared.language
+    rules, keys = compared.evidence.rules, ("verdicts", name)
+    pieces = verdict_pieces(verdict, rules, language, compared.cell, *keys)
+    lead = f"{plain(name)}：{WORDS[language][verdict.word]}。"
+    return item(*pieces, alarm=verdict.word in DOUBTFUL, lead=lead)
+
+
 def _doubts(compared: Compared) -> list[Paragraph]:
     """Return what is confounded, missing or unproven, to show in red."""
     evidence, blocks = compared.evidence, []
@@ -183,7 +204,7 @@ def _doubts(compared: Compared) -> list[Paragraph]:
         if verdict.together
     ]  # fmt: skip
     if evidence.timing is not None and not evidence.timing.proven:
-        blocks.append(item("The times of steps are unproven: ",
+        blocks.append(item(translated("The times of steps are unproven: ", compared.language),
                            compared.cell("timing", "reasons", format="list"), ".",
                            alarm=True))  # fmt: skip
     if evidence.assay is not None and not evidence.assay.found:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from frostlab.comparison.evidence import ArmVerdict, Effect, RunSummary, Summary, TunedSetting
 from frostlab.comparison.statistics import t_critical
-from frostlab.flow.figures import MEANINGS, NUMBER, SIGNS, Grid, grid_of, rows_of
+from frostlab.flow.figures import MEANINGS, NUMBER, SIGNS, ZERO, Grid, grid_of, rows_of
 from frostlab.flow.measurements import Flow, flows_of
 from frostlab.pages import figures
 from frostlab.pages.content import FORMATS, Figure
@@ -275,8 +275,7 @@ def _is_logarithmic(metric: str, values: Mapping[str, Sequence[Mapping[int, floa
 
 def _averaged(compared: "Compared") -> str:
     steps = max((run.steps for arm in compared.arms for run in _runs(compared, arm)), default=1)
-    span = span_of(steps)
-    return "" if span == 1 else f" Each point is the mean of {counted(span, 'steps')}."
+    return "" if span_of(steps) == 1 else " Each point is the mean of successive steps."
 
 
 def _curves(
@@ -486,10 +485,11 @@ def _heat_maps(compared: "Compared") -> list[Figure]:
     chart = figures.heat_maps(cells, list(grids), "gradient norm")
     caption = "Norm of the gradient of each part of the model by step, in the first run of each arm"
     caption += "; all arms have the same scale."
-    signs = dict.fromkeys(cell["sign"] for cell in cells if cell["sign"])
-    meanings = {SIGNS[kind]: meaning for kind, meaning in MEANINGS.items()}
-    if signs:
-        caption += f" {', '.join(f'{sign} is {meanings[sign]}' for sign in signs)}."
+    drawn = {cell["sign"] for cell in cells}
+    explained = [f"{sign} is {MEANINGS[kind]}" for kind, sign in SIGNS.items()
+                 if sign in drawn and kind != ZERO]  # fmt: skip
+    if explained:
+        caption += f" In grey cells, {', '.join(explained)}."
     if len(compared.arms) > _HEAT_ARMS:
         caption += " Only the first arms of the plan are drawn."
     return [Figure("gradient-heat-maps", "Gradients by layer and step", chart, caption, cells,
@@ -527,8 +527,9 @@ def parameters(compared: "Compared") -> list[Figure]:
         ]
     drawn = []
     if rows:
-        chart = figures.sizes(rows, compared.arms, "parameters", ("trainable", "frozen"))
-        caption = "Numbers of parameters that train and of parameters that stay as they are."
+        kinds = ("trainable", "frozen")
+        chart = figures.sizes(rows, compared.arms, "parameters", kinds, stacked=True)
+        caption = "Numbers of parameters that train (dark) and that stay as they are (light)."
         drawn.append(Figure("parameters", "Parameters", chart, caption, rows, (_EVIDENCE,)))
     return drawn + _memory(compared)
 
@@ -547,7 +548,7 @@ def _memory(compared: "Compared") -> list[Figure]:
     if not rows:
         return []
     kinds = [kind for kind in _MEMORY.values() if any(row["kind"] == kind for row in rows)]
-    chart = figures.sizes(rows, compared.arms, "bytes", kinds)
+    chart = figures.sizes(rows, compared.arms, "bytes", kinds, stacked=False)
     caption = "Memory of each arm in the timed steps."
     return [Figure("memory", "Memory", chart, caption, rows, (_EVIDENCE,))]
 

@@ -103,8 +103,8 @@ def performance(compared: "Compared") -> list[Block]:
         "paired, of the best weights on the reporting split. Against the baseline: the effect over "
         "paired seeds with its interval, a ratio if it ends in ×; all intervals hold "
         "simultaneously. Retained: the share of the baseline's value that the arm has (of "
-        "perplexity and loss the reverse), above 100 % if it is better. Final loss: of the last "
-        "evaluation on the split that selects the weights."
+        "perplexity and loss the reverse), more than all of it if the arm is better. Final loss: "
+        "of the last evaluation on the split that selects the weights."
     )
     return [
         table("performance", "What every arm reached", head, rows, note),
@@ -196,7 +196,7 @@ def _step_times(compared: "Compared") -> list[Block]:
     for name in timing.arms:
         keys, control = ("timing", "arms", name), name not in compared.arms
         rows.append([
-            f"{plain(name)} (A/A control)" if control else arm_name(compared, name),
+            "A/A control" if control else arm_name(compared, name),
             compared.cell(*keys, "ms", format="ms"),
             compared.cell(*keys, format="step ratio", alarm=unproven),
             compared.cell(*keys, "ceiling"),

@@ -1,15 +1,16 @@
 """The content of a report, from which its page, its Markdown and its tables are written.
 
-Every number of a report is a `Cell`, which says where it comes from: a JSON file in the reported
-folder, a pointer into it (RFC 6901, such as `/verdicts/oelm/paired`) and the name of the format in
-which it is shown. So anyone can look it up, and a test can check every number of a page.
+Every number of a report is a `Cell`, which says where it comes from: a JSON file (or a recipe's
+YAML) in the reported folder, a pointer into it (RFC 6901, such as `/verdicts/oelm/paired`) and the
+name of the format in which it is shown. So anyone can look it up, and a test can check every number
+of a page.
 """
 
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,6 +31,29 @@ _WORDS = frozenset({  # formats of texts; all others show numbers
 def _or_none(show: Callable[[Any], str]) -> Callable[[Any], str]:
     """Return a format that shows None as a dash."""
     return lambda value: NONE if value is None else show(value)
+
+
+# metric → 1 if more is better, else -1; and the format of a change from the first stage to the last
+_CHANGES: dict[str, tuple[int, Callable[[float], str]]] = {
+    "accuracy": (1, lambda change: f"{100 * change:+.2f} points"),
+    "token_accuracy": (1, lambda change: f"{100 * change:+.2f} points"),
+    "perplexity": (-1, lambda change: f"{change:+.4g}"),
+    "loss": (-1, lambda change: f"{change:+.4g}"),
+    "pearson": (1, lambda change: f"{change:+.3f}"),
+}
+_TIMES = ("train_seconds", "validation_seconds", "checkpoint_seconds")
+
+
+def _change(metric: str, stages: list[dict[str, Any]]) -> str:
+    """Return how much better the last stage's best evaluation is than the first stage's."""
+    sign, show = _CHANGES[metric]
+    first, last = (stages[place]["metrics"].get(metric) for place in (0, -1))
+    return NONE if first is None or last is None else show(sign * (last - first))
+
+
+def _share(part: str, clocks: dict[str, Any]) -> str:
+    """Return a part of the total time in percent."""
+    return f"{clocks[part] / clocks['total_seconds']:.1%}" if clocks["total_seconds"] else NONE
 
 
 def _interval(effect: dict[str, Any]) -> str:
@@ -102,6 +126,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
         "factor": lambda value: f"{value:.4g} ×",
         "count": lambda value: f"{value:,}",
         "percent": lambda value: f"{value:.2%}",
+        "percent of a ratio": lambda value: f"{100 * value:.3g} %",
         "short percent": lambda value: f"{value:.1%}",
         "whole percent": lambda value: f"{value:.0f} %",  # of a value that is in percent
         "seconds": lambda value: f"{number(value)} s",
@@ -135,7 +160,6 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
         "reached": lambda value: f"{value['reached']} of {value['runs']}",
         "share": lambda value: _with_interval(value, "share", "{:.1%}"),
         "gap": lambda value: _with_interval(value, "gap", "{}"),
-        "gap in seconds": lambda value: _with_interval(value, "gap", "{:+.4g} s"),
         "saved": lambda value: _with_interval(value, "saved", "{}"),
         "tuned value": lambda value: _with_interval(value, "mean", "{:.4g}"),
         "margin": lambda value: _rules(value).margin_text(),  # of evidence.json as a whole
@@ -148,6 +172,29 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
         "verdict": _verdict,
         "verdict counts": lambda value: ", ".join(f"{n} {word}" for word, n in value.items()),
         "finished of all arms": _finished_runs,
+        # of a run
+        "setting": plain,
+        "rate": lambda value: f"{value:,.0f} a second",
+        "GiB": lambda value: f"{value / 2**30:.3g} GiB",
+        "watts": lambda value: f"{value:.0f} W",
+        "celsius": lambda value: f"{value:.0f} °C",
+        "MHz": lambda value: f"{value:,.0f} MHz",
+        "kJ": lambda value: f"{value / 1000:,.4g} kJ",
+        "r": lambda value: f"{value:.3f}",
+        "p": lambda value: f"{value:.2g}",
+        "mean r": lambda value: (
+            f"{value['mean']:.3f}" if value["low"] is None
+            else f"{value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
+        ),
+        "chance": lambda value: f"{value['low']:.3f} to {value['high']:.3f}",
+        "right share": lambda value: (
+            f"{value['right'] / value['decisions']:.1%}" if value["decisions"] else NONE
+        ),
+        "data wait": lambda value: (
+            f"{number(value['data_seconds'] - value['data_overlapped_seconds'])} s"
+        ),
+        **{f"share of {part}": partial(_share, part) for part in _TIMES},
+        **{f"change of {metric}": partial(_change, metric) for metric in _CHANGES},
     }).items()
 }  # fmt: skip
 
@@ -262,8 +309,17 @@ class Document:
         return [block for block in self.blocks() if isinstance(block, Table)]
 
 
+def read_record(path: Path) -> Any:
+    """Return the content of a JSON file, or of a YAML file such as a run's recipe."""
+    if path.suffix != ".yaml":
+        return read_json(path)
+    from frostlab.recipe.bounded_yaml import read_yaml
+
+    return read_yaml(path)
+
+
 class Records:
-    """The JSON files of a folder, each read once, as sources of cells."""
+    """The JSON and YAML files of a folder, each read once, as sources of cells."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -277,7 +333,7 @@ class Records:
         """Return a value of a file; None if a key on the way to it is missing or null."""
         if file not in self._files:
             try:
-                self._files[file] = read_json(self.folder / file)
+                self._files[file] = read_record(self.folder / file)
             except FileNotFoundError:
                 self._files[file] = None
         value = self._files[file]

@@ -21,6 +21,7 @@ from markupsafe import Markup
 from frostlab.charts import PALETTE, cleaned, label, require_drawing, svg, themed
 from frostlab.html import environment
 from frostlab.pages.content import Block, Document, Figure, Paragraph, Table
+from frostlab.pages.languages import translated
 from frostlab.storage import build_once, cache_folder
 
 _BUNDLE = "vega.js"
@@ -39,14 +40,20 @@ def page(document: Document) -> str:
         {"name": arm, "label": label(arm), "colour": Markup(colour_of(number))}
         for number, arm in enumerate(document.arms)
     ]
+    language = document.language
     sections = [
-        {"name": section.name, "title": section.title, "blocks": _blocks(section.blocks)}
+        {
+            "name": section.name,
+            "title": translated(section.title, language),
+            "blocks": _blocks(section.blocks, language),
+        }
         for section in document.sections
     ]
     template = environment.from_string(_file("report.html.jinja"))
     return template.render(
-        title=document.title, about=document.about, language=document.language, arms=arms,
-        first=_blocks(document.first), sections=sections, problems=document.problems,
+        title=document.title, about=document.about, language=language, arms=arms,
+        switch=translated("light or dark", language),
+        first=_blocks(document.first, language), sections=sections, problems=document.problems,
         policy=policy, style=Markup(_file("report.css")), vega=Markup(scripts[0]),
         script=Markup(scripts[1]),
     )  # fmt: skip
@@ -61,23 +68,27 @@ def _file(name: str) -> str:
     return files("frostlab.pages").joinpath(name).read_text(encoding="utf-8")
 
 
-def _blocks(blocks: Sequence[Block]) -> list[dict[str, Any]]:
+def _blocks(blocks: Sequence[Block], language: str) -> list[dict[str, Any]]:
     """Return the template's values of blocks; items in succession become one list."""
     listed = groupby(blocks, lambda block: isinstance(block, Paragraph) and block.item)
     return [
         values
         for is_list, members in listed
         for values in (
-            [{"kind": "list", "entries": list(members)}] if is_list else map(_block, members)
+            [{"kind": "list", "entries": list(members)}]
+            if is_list
+            else (_block(member, language) for member in members)
         )
     ]
 
 
-def _block(block: Block) -> dict[str, Any]:
+def _block(block: Block, language: str) -> dict[str, Any]:
     values = {field.name: getattr(block, field.name) for field in fields(block)}
     if isinstance(block, Table):
         values["numeric"] = block.numeric
     if isinstance(block, Figure):
+        values["title"] = translated(block.title, language)
+        values["caption"] = translated(block.caption, language)
         spec = themed(block.chart, in_page=True)
         values["svg"] = svg(spec, block.name)
         values["spec"] = _data(cleaned(spec))

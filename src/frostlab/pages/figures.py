@@ -15,7 +15,7 @@ Rows = Sequence[dict[str, Any]]
 _Values = ParamSpec("_Values")
 WIDTH = 640  # pixels of a plot
 _PANEL = 280  # pixels of a plot beside another one
-_REACH = 2.0  # an axis reaches at most this many times the points' range beyond them
+_REACH = 4.0  # an axis reaches at most this many times the points' range beyond them
 # like `charts.label`: a long name loses its beginning, because its end says more
 _SHORT = f"length(datum.label) > {LABEL} ? '…' + slice(datum.label, {1 - LABEL}) : datum.label"
 _IS_SHOWN = "indexof(hidden_arms, datum.arm) < 0"
@@ -158,15 +158,18 @@ def clipped(rows: Rows, domain: tuple[float, float]) -> list[dict[str, Any]]:
     return drawn
 
 
-def _interval_layers(base: Any, x: Any, colour: Any, width: float = 3) -> list[Any]:
-    """Draw the intervals of `clipped` rows, with an arrow where one reaches beyond the axis."""
+def _interval_layers(base: Any, x: Any, colour: Any, above: float = 0) -> list[Any]:
+    """Draw the intervals of `clipped` rows, with an arrow where one reaches beyond the axis.
+
+    `above` are the pixels by which they are moved up.
+    """
     ends = base.transform_filter("isValid(datum.from)")
-    layers = [ends.mark_rule(strokeWidth=width, strokeCap="round").encode(
+    layers = [ends.mark_rule(strokeWidth=3, strokeCap="round", yOffset=-above).encode(
         x=x("from:Q"), x2="to:Q", color=colour)]  # fmt: skip
     for name, side in (("beyond_low", "left"), ("beyond_high", "right")):
         layers.append(
             base.transform_filter(f"isValid(datum.{name})")
-            .mark_point(shape=f"triangle-{side}", size=90, filled=True, opacity=1)
+            .mark_point(shape=f"triangle-{side}", size=90, filled=True, opacity=1, yOffset=-above)
             .encode(x=x(f"{name}:Q"), color=colour)
         )
     return layers
@@ -203,8 +206,8 @@ def paired_differences(
         alt.Tooltip("seen:N", title="smallest effect that would be found"),
     ])  # fmt: skip
     tooltip = [alt.Tooltip("arm:N"), alt.Tooltip("text:N", title="effect and interval")]
-    intervals = _interval_layers(base.encode(tooltip=tooltip, yOffset=alt.value(-7)), x, colour)
-    effect = base.mark_tick(thickness=4, size=18, yOffset=-7).encode(
+    intervals = _interval_layers(base.encode(tooltip=tooltip), x, colour, above=8)
+    effect = base.mark_tick(thickness=4, size=18, yOffset=-8).encode(
         x=x("effect:Q"), color=colour, tooltip=tooltip
     )
     dots = _chart("seeds").mark_point(filled=True, size=64, opacity=0.8, yOffset=9).encode(
@@ -242,7 +245,8 @@ def curves(
     values = alt.Axis(format=".4~g", tickCount=6, labelOverlap=True)
     colour, shape = arm_colour(arms, legend=True), arm_shape(arms, legend=True)
     base = _chart("points").encode(
-        x=alt.X("x:Q", title=x, scale=alt.Scale(nice=False), axis=numbers), color=colour
+        x=alt.X("x:Q", title=x, scale=alt.Scale(nice=False, zero=False, padding=8), axis=numbers),
+        color=colour,
     )
 
     def at(field: str) -> Any:
@@ -342,6 +346,7 @@ def responses(
     def at(field: str) -> Any:
         return alt.Y(field, title=y, scale=scale, axis=alt.Axis(format=".4~g", tickCount=6))
 
+    columns = 2 if len(arms) in (2, 4) else 3
     rows = clipped(points, domain)
     rows += [row for row in points if row["mean"] is None]
     plain = alt.Chart().encode(x=at_x)
@@ -365,16 +370,16 @@ def responses(
         plain.transform_filter("!isValid(datum.mean)").mark_text(color=RED, text="×", fontSize=18)
         .encode(y=alt.value("height"), tooltip=tooltip),
         data=alt.NamedData("rows"),
-    ).properties(width=_PANEL, height=210)  # fmt: skip
-    return _finished(_panels(layer, arms), rows=rows)
+    ).properties(width=_PANEL if columns == 2 else 0.66 * _PANEL, height=210)  # fmt: skip
+    return _finished(_panels(layer, arms, columns), rows=rows)
 
 
-def _panels(layer: Any, arms: Sequence[str]) -> Any:
+def _panels(layer: Any, arms: Sequence[str], columns: int = 2) -> Any:
     """Return one panel for each arm."""
     alt = _altair()
     header = alt.Header(title=None, labelFontSize=12, labelFontWeight="bold", labelLimit=_PANEL,
                         labelExpr=_SHORT, labelPadding=14)  # fmt: skip
-    return layer.facet(facet=alt.Facet("arm:N", sort=list(arms), header=header), columns=2)
+    return layer.facet(facet=alt.Facet("arm:N", sort=list(arms), header=header), columns=columns)
 
 
 @_drawing
@@ -401,33 +406,34 @@ def bars(rows: Rows, arms: Sequence[str], title: str) -> Any:
     ends = base.transform_filter("isValid(datum.from)").mark_rule(strokeWidth=2).encode(
         x=x("from:Q"), x2="to:Q", color=arm_colour(arms), tooltip=tooltip
     )  # fmt: skip
-    text = base.mark_text(align="left", dx=WIDTH + 8, fontSize=11).encode(
-        x=alt.value(0), text="text:N"
+    text = base.mark_text(align="left", dx=8, fontSize=11).encode(
+        x=alt.value("width"), text="text:N"
     )
     chart = alt.layer(bar, ends, text).properties(width=WIDTH, height=alt.Step(34))
     return _finished(chart, rows=clipped(rows, (low, high)))
 
 
 @_drawing
-def sizes(rows: Rows, arms: Sequence[str], title: str, kinds: Sequence[str]) -> Any:
-    """Draw one bar for each arm and kind of size.
+def sizes(rows: Rows, arms: Sequence[str], title: str, kinds: Sequence[str], stacked: bool) -> Any:
+    """Draw one bar for each arm and kind of size, or all kinds in one bar.
 
     Rows have arm, kind, size and text.
     """
     alt = _altair()
     drawn = [arm for arm in arms if any(row["arm"] == arm for row in rows)]
-    x = alt.X("size:Q", title=title, axis=alt.Axis(format="~s", tickCount=8))
+    axis = alt.Axis(labelExpr="format(datum.value, '~s')", tickCount=8)
+    x = alt.X("size:Q", title=title, axis=axis, stack=True if stacked else None)
     opacity = alt.Opacity("kind:N", sort=list(kinds), legend=_kinds(),
                           scale=alt.Scale(domain=list(kinds), range=_opacities(kinds)))  # fmt: skip
-    chart = _chart("rows").mark_bar().encode(
-        x=x, y=arm_rows(drawn), yOffset=alt.YOffset("kind:N", sort=list(kinds)),
-        color=arm_colour(arms), opacity=opacity,
+    chart = _chart("rows").mark_bar(**({"height": 20} if stacked else {})).encode(
+        x=x, y=arm_rows(drawn), color=arm_colour(arms), opacity=opacity, order="place:Q",
         tooltip=[alt.Tooltip("arm:N"), alt.Tooltip("kind:N"), alt.Tooltip("text:N", title="size")],
     )  # fmt: skip
-    chart = chart.properties(
-        width=WIDTH, height=alt.Step(15, **{"for": "offset"}) if len(kinds) > 1 else alt.Step(34)
-    )
-    return _finished(chart, rows=rows)
+    if not stacked:
+        chart = chart.encode(yOffset=alt.YOffset("kind:N", sort=list(kinds)))
+    step = alt.Step(34) if stacked else alt.Step(14, **{"for": "offset"})
+    placed = (row | {"place": kinds.index(row["kind"])} for row in rows)
+    return _finished(chart.properties(width=WIDTH, height=step), rows=placed)
 
 
 def _kinds() -> Any:
@@ -481,7 +487,7 @@ def heat_maps(cells: Rows, arms: Sequence[str], title: str) -> Any:
     alt = _altair()
     powers = [cell["power"] for cell in cells if cell["power"] is not None] or [0.0]
     scale = alt.Scale(scheme="viridis", domain=[min(powers), max(powers)])
-    legend = alt.Legend(title=title, labelExpr="format(pow(10, datum.value), '.0e')", tickCount=4,
+    legend = alt.Legend(title=title, labelExpr="format(pow(10, datum.value), '~g')", tickCount=4,
                         orient="top", gradientLength=240, titleLimit=400)  # fmt: skip
     base = alt.Chart().encode(
         x=alt.X("step:O", title="step", sort="ascending",

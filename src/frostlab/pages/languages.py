@@ -7,7 +7,6 @@ are shown as they are.
 
 import re
 from collections.abc import Callable
-from typing import Literal
 
 from frostlab.comparison.evidence import ArmVerdict, TimedArm
 from frostlab.comparison.plan import Rules
@@ -15,12 +14,10 @@ from frostlab.comparison.verdict import Word
 from frostlab.pages.content import Cell
 from frostlab.text import plain
 
-Translation = Literal["zh", "ja"]
-LANGUAGES = ("en", "zh", "ja")
 Pieces = list[str | Cell]
 Source = Callable[..., Cell]  # makes the cell of a value of evidence.json from its keys
 
-WORDS: dict[Translation, dict[Word, str]] = {
+WORDS: dict[str, dict[Word, str]] = {
     "zh": {
         "better": "更好",
         "worse": "更差",
@@ -44,7 +41,8 @@ WORDS: dict[Translation, dict[Word, str]] = {
         "unproven": "未実証",
     },
 }
-_SENTENCES: dict[Translation, dict[Word, str]] = {
+LANGUAGES = ("en", *WORDS)
+_SENTENCES: dict[str, dict[Word, str]] = {
     "zh": {
         "better": "{metric}：{arm} 优于 {baseline}。{numbers}{missing}{together}{skewed}。",
         "worse": "{metric}：{arm} 劣于 {baseline}。{numbers}{missing}{together}{skewed}。",
@@ -85,7 +83,7 @@ _SENTENCES: dict[Translation, dict[Word, str]] = {
     },
 }
 # Parts of the sentences, by name; a part begins with the mark that separates it.
-_PARTS: dict[Translation, dict[str, str]] = {
+_PARTS: dict[str, dict[str, str]] = {
     "zh": {
         "none": "没有成对的数值",
         "effect": "效应为 {effect}，基于 {n} 对种子",
@@ -139,7 +137,7 @@ _PARTS: dict[Translation, dict[str, str]] = {
     },
 }
 # Fixed texts of a comparison's page, by their English form.
-PHRASES: dict[str, dict[Translation, str]] = {
+PHRASES: dict[str, dict[str, str]] = {
     "Caution: ": {"zh": "注意：", "ja": "注意："},
     "A quick comparison with short runs: it shows no more than whether a full one is worthwhile.": {
         "zh": "这是用短时运行做的快速比较，只能说明是否值得做完整的比较。",
@@ -158,22 +156,41 @@ PHRASES: dict[str, dict[Translation, str]] = {
         "zh": "各种子与基线之差",
         "ja": "シードごとのベースラインとの差",
     },
-    "light or dark": {"zh": "浅色或深色", "ja": "ライト／ダーク"},
-    "Files: ": {"zh": "文件：", "ja": "ファイル："},
-    "data": {"zh": "数据", "ja": "データ"},
+    "What does {arms} change, compared with {baseline}, on {metric}?": {
+        "zh": "与 {baseline} 相比，{arms} 会使 {metric} 发生什么变化？",
+        "ja": "{baseline} と比べて、{arms} は {metric} をどう変えるか。",
+    },
+    " or ": {"zh": " 或 ", "ja": " または "},
+    "light or dark": {"zh": "浅色／深色", "ja": "ライト／ダーク"},
+    "Verdicts": {"zh": "结论", "ja": "判定"},
+    "The questions": {"zh": "研究问题", "ja": "研究の問い"},
+    "The arms": {"zh": "各组", "ja": "各群"},
+    "Performance": {"zh": "性能", "ja": "性能"},
+    "Time": {"zh": "时间", "ja": "時間"},
+    "Convergence": {"zh": "收敛", "ja": "収束"},
+    "Tuning": {"zh": "调参", "ja": "チューニング"},
+    "Stages": {"zh": "训练阶段", "ja": "学習の段階"},
+    "Subjects": {"zh": "受试者", "ja": "被験者"},
+    "Gradient flow": {"zh": "梯度流", "ja": "勾配の流れ"},
+    "What differs between the arms": {"zh": "各组之间的差别", "ja": "群間の違い"},
+    "Data": {"zh": "数据", "ja": "データ"},
+    "Environment": {"zh": "运行环境", "ja": "実行環境"},
+    "The rules fixed beforehand": {"zh": "事先确定的规则", "ja": "事前に定めた規則"},
+    "Every run": {"zh": "全部运行", "ja": "すべての実行"},
+    "Notes and tags": {"zh": "备注与标签", "ja": "メモとタグ"},
+    "Methods": {"zh": "方法", "ja": "方法"},
 }
 
 
 def translated(text: str, language: str) -> str:
     """Return a fixed text in a language; the English text if it has no translation."""
-    phrase = PHRASES.get(text, {})
-    return phrase.get(language, text)  # type: ignore[call-overload]
+    return PHRASES.get(text, {}).get(language, text)
 
 
 def verdict_pieces(
     verdict: ArmVerdict,
     rules: Rules,
-    language: Translation,
+    language: str,
     cell: Source,
     *keys: str | int,
 ) -> Pieces:
@@ -219,9 +236,7 @@ def verdict_pieces(
     return _filled(_SENTENCES[language][verdict.word], **values)
 
 
-def time_pieces(
-    name: str, arm: TimedArm, baseline: str, language: Translation, cell: Source
-) -> Pieces:
+def time_pieces(name: str, arm: TimedArm, baseline: str, language: str, cell: Source) -> Pieces:
     """Return the verdict on the time of an arm's step in a language."""
     parts = _PARTS[language]
     outcomes = {"better": "faster", "worse": "slower", "no difference found": "same"}

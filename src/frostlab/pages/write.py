@@ -24,6 +24,7 @@ from frostlab.pages.compared import EVIDENCE
 from frostlab.pages.content import Document
 from frostlab.pages.document import page
 from frostlab.pages.languages import LANGUAGES
+from frostlab.pages.one_run import run_report
 from frostlab.pages.record import markdown
 from frostlab.pages.several import many
 from frostlab.pages.tables import table_files
@@ -91,7 +92,7 @@ def _kind(folder: Path) -> tuple[Make, tuple[str, ...]]:
             return compared.document, (EVIDENCE,)
         return unfinished.document, ()
     if is_run(folder):
-        raise BadInput(f"{folder} is a run, which has no report yet")
+        return run_report.document, run_report.sources(folder)
     if collection.is_several(folder):
         return many.document, collection.sources(folder)
     runs = sorted(path for path in folder.iterdir() if is_run(path))

@@ -16,12 +16,12 @@ from frostlab.errors import BadInput, first_line
 from frostlab.storage import read_text
 from frostlab.text import plain, short
 
-_MOST_BYTES = 1 << 20  # the largest file that is opened
-_MOST_TEXT = 256 << 10  # characters of YAML
-MOST_VALUES = 10_000  # values of a file, with each alias counted as the values that it repeats
-MOST_DEPTH = 30  # lists and mappings inside each other
-_MOST_DIGITS = 100  # characters of a number
-_MOST_SHOWN = 80  # characters of a value in an error message
+_MOST_BYTES = 1 << 20  # the most bytes of a file
+_MOST_TEXT = 256 << 10  # the most characters of YAML
+MOST_VALUES = 10_000  # the most values of a file; an alias counts as the values that it repeats
+MOST_DEPTH = 30  # the most lists and mappings inside each other
+_MOST_DIGITS = 100  # the most characters of a number
+_MOST_SHOWN = 80  # the most characters of a value in an error message
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -31,43 +31,44 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_mapping(text: str, where: str) -> dict[str, Any]:
-    """Parse a YAML text whose content is a mapping or nothing."""
+    """Parse a YAML text whose content is a mapping, or nothing, which gives an empty mapping."""
     values = parse_yaml(text, where)
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise BadInput(f"{where}: should be a mapping of `key: value`, not {type(values).__name__}")
+        raise BadInput(f"{where} should be a mapping of `key: value`, not {type(values).__name__}")
     return values
 
 
 def parse_yaml(text: str, where: str) -> Any:
     """Parse a YAML text; the error for an invalid text is one line that begins with `where`."""
     if len(text) > _MOST_TEXT:
-        raise BadInput(f"{where}: more than {_MOST_TEXT >> 10} KiB of YAML")
+        raise BadInput(f"{where} has more than {_MOST_TEXT >> 10} KiB of YAML")
     try:
         value = yaml.load(text, _Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise BadInput(f"{where}{line}: {plain(short(str(error.problem), 200))}") from None
     except Exception as error:  # PyYAML raises errors of many kinds, such as OverflowError
-        raise BadInput(f"{where}: not YAML ({first_line(error)})") from None
+        raise BadInput(f"{where} is not YAML ({first_line(error)})") from None
     check_plain(value, where)
     return value
 
 
 def check_plain(value: Any, where: str, most: int = MOST_VALUES) -> None:
-    """Refuse values that are too many or too deep, and texts and numbers that JSON cannot hold.
+    """Refuse values that are too many or nested too deeply, and unusual texts and numbers.
 
-    `most` is the largest number of values; lists and mappings count too.
+    These are texts with a null character or a lone surrogate, and numbers that are infinite, NaN or
+    very long. `most` is the largest number of values; lists and mappings count too.
     """
     unchecked: list[tuple[Any, tuple[str, ...]]] = [(value, ())]
     count = 0
     while unchecked:
         inner, path = unchecked.pop()
         count += 1
-        key = shown_key(".".join(path))
+        key = shown_key(".".join(path)) or "the value"
         if count > most:
-            raise BadInput(f"{where}: {key} has too many values; {most:,} is the most")
+            raise BadInput(f"{where}: too many values; {most:,} is the most")
         if len(path) > MOST_DEPTH:
             raise BadInput(f"{where}: {key} is nested too deeply; {MOST_DEPTH} levels is the most")
         if isinstance(inner, dict):
@@ -125,7 +126,7 @@ class _Loader(yaml.SafeLoader):
         self._depth = self._count = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose one value, and count it."""
+        """Parse one value or key, and count it."""
         mark = self.peek_event().start_mark
         self._depth += 1
         self._count += 1

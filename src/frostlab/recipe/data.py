@@ -18,10 +18,10 @@ Task = TextTask | Literal["envelope"]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=1e6)]
 Subjects = Annotated[tuple[str, ...], Field(min_length=1, max_length=MOST_LISTED)]
-# name of the data set, tokenizer or model that could not be had; null: this is not a stand-in
+# name of the unavailable data set, tokenizer or model that this one replaces; null: none
 StandsFor = Annotated[str, Field(min_length=1, max_length=200)] | None
-_MOST_TOKENS = 10**9  # of generated data
-_MOST_HOURS = 1000  # of simulated EEG
+_MOST_TOKENS = 10**9  # the most tokens of generated data
+_MOST_HOURS = 1000  # the most hours of simulated EEG
 
 
 class DataSettings(Strict):
@@ -93,7 +93,8 @@ class Docstrings(Corpus):
     # maximum number of docstrings per package, over all splits; each split has at least two,
     # or three for three classes of pairs
     per_package: Positive = 1500
-    # packages to tell apart, or for pairs 2 or 3 (also bodies from another package); null: all, 2
+    # docstrings: number of packages to tell apart (null: all that are installed); docstrings-pairs:
+    # 2, or 3 if some bodies are from another package (null: 2)
     classes: Annotated[int, Field(ge=2, le=4)] | None = None
     stands_for: StandsFor = None
 
@@ -238,11 +239,13 @@ class SimulatedEEG(EEGData):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        hours = (self.subjects + self.unseen) * self.recordings * self.seconds / 3600
+        recordings = self.subjects * self.recordings + self.unseen * self.report
+        hours = recordings * self.seconds / 3600
         if hours > _MOST_HOURS:
             raise ValueError(
-                f"subjects {self.subjects} and unseen {self.unseen} × recordings {self.recordings} "
-                f"× seconds {self.seconds:g} are {hours:.0f} hours; {_MOST_HOURS} is the most"
+                f"subjects {self.subjects} × recordings {self.recordings} and unseen {self.unseen} "
+                f"× report {self.report}, each of seconds {self.seconds:g}, are {hours:.0f} hours; "
+                f"{_MOST_HOURS} is the most"
             )
         if self.recordings <= self.tune + self.report:
             raise ValueError(

@@ -1,7 +1,7 @@
 """Groups of experiments: which recipes belong together, and how they are compared.
 
 A group is a YAML file. Its experiments are recipes, in the order in which to run them, each with
-the numbers that the sources, the papers or scripts they repeat, reported. `published` holds the
+the numbers that its sources (the papers or scripts that it repeats) reported. `published` holds the
 comparisons that the sources made, whose arms (the alternatives that are compared) are experiments;
 `fair` holds comparisons that ask the same questions with arms that differ only in what is compared.
 `further` holds other data on which the models are evaluated, and `interactions` questions about two
@@ -47,7 +47,7 @@ class Interaction(Strict):
     """A question about how the effect of an arm differs between two comparisons of the group."""
 
     question: str
-    arm: str
+    arm: str  # its name in both comparisons
     comparison: str
     against: str  # the other comparison
 
@@ -199,7 +199,7 @@ def load_group(name: str) -> Group:
         try:
             return group_from(read_yaml(path), path.name.rpartition(".")[0], name, path.parent)
         except FileNotFoundError as error:
-            raise BadInput(f"{path}: cannot be read ({error.strerror})") from None
+            raise BadInput(f"{path} cannot be read ({error.strerror})") from None
     if name not in group_names():
         raise BadInput(
             f"no group is called {shown(name)}{nearest(name, group_names())} "
@@ -227,7 +227,11 @@ def group_from(values: dict[str, Any], name: str, label: str, folder: Path | Non
         problem = error.errors()[0]
         key = shown_key(".".join(map(str, problem["loc"])))
         if problem["type"] == "extra_forbidden":
-            kind = Experiment if problem["loc"][0] == "experiments" else Group
+            kinds: dict[str, type[Strict]] = {
+                "experiments": Experiment,
+                "interactions": Interaction,
+            }
+            kind = kinds.get(str(problem["loc"][0]), Group)
             hint = nearest(str(problem["loc"][-1]), kind.model_fields)
             raise BadInput(f"{label}: {key} is not a key of a group{hint}") from None
         if problem["type"] == "missing":
@@ -270,4 +274,4 @@ def _problems(group: Group) -> Iterator[str]:
         if interaction.comparison == interaction.against:
             yield f"interactions: {shown_key(interaction.against)} is compared with itself"
     if not group.published and not group.fair:
-        yield "has no comparison; add published or fair"
+        yield "the group has no comparison; add published or fair"

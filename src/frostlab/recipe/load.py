@@ -34,15 +34,15 @@ from frostlab.recipe.recipe import PATHS, Recipe
 from frostlab.recipe.scale import ORDER, scaled_values
 from frostlab.text import plain, short
 
-Files = dict[str, str]  # labels of files, by identity
+Files = dict[str, str]  # by real path or shipped name: the name in errors
 Settings = Mapping[str, Any]  # dotted keys, such as optim.lr, or whole sections
 _ENDINGS = (".yaml", ".yml")
-# For the short runs of `frostlab diagnose`: measurements of gradient flow per stage, and maximum
-# number of examples in an evaluation.
+# For the short runs of `frostlab diagnose`: approximate number of measurements of gradient flow per
+# stage, and maximum number of examples in an evaluation.
 _MEASUREMENTS, _EXAMPLES = 20, 500
-_MOST_PARENTS = 20  # recipes that extend each other in a chain
-_MOST_TEXT = 100  # characters of a setting or a key in an error message
-_MOST_NAME = 100  # characters of a run's name
+_MOST_PARENTS = 20  # the longest chain of recipes, each of which extends the next
+_MOST_TEXT = 100  # the most characters of a setting in an error message
+_MOST_NAME = 100  # the most characters of a run's name
 _RUN_NAME = re.compile(r"[\w.-]+")  # characters that a run's name may have
 # Keys in an error message, such as optim.lr.
 _KEY_IN_TEXT = re.compile(r"\b[a-z]+\.[a-z_]+\b|\btokenizer\b")
@@ -138,11 +138,11 @@ def parse_setting(text: str) -> tuple[str, Any]:
     key = SettingKey(path.strip())
     key.text = plain(short(f"--set {text}", _MOST_TEXT))
     if not equals or not all(key.split(".")):
-        raise BadInput(f"{key.text}: should be key=value, e.g. optim.lr=1e-4")
+        raise BadInput(f"{key.text} should be key=value, e.g. optim.lr=1e-4")
     try:
         return key, parse_yaml(value, key.text)
     except BadInput as error:
-        raise BadInput(f"{error}; {shown(value)} is not a YAML value") from None
+        raise BadInput(f"{error}; {shown(value)} is not a valid value") from None
 
 
 def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def _find(name: str, origin: Path | None) -> _File:
         try:
             return _File(read_yaml(path), str(path), os.path.realpath(path), path.parent)
         except FileNotFoundError as error:
-            raise BadInput(f"{path}: cannot be read ({error.strerror})") from None
+            raise BadInput(f"{path} cannot be read ({error.strerror})") from None
     shipped = _files("frostlab.recipes")
     if name not in shipped:
         raise BadInput(
@@ -408,9 +408,12 @@ def _add_file(name: str, layers: Layers, origin: Path | None, children: Files) -
     chain = children | {file.identity: file.label}
     if file.identity in children:
         shown_chain = " → ".join([*children.values(), file.label])
-        raise BadInput(f"{file.label}: extends itself ({shown_chain})")
+        raise BadInput(f"{file.label} extends itself ({shown_chain})")
     if len(chain) > _MOST_PARENTS:
-        raise BadInput(f"{file.label}: more than {_MOST_PARENTS} recipes extend each other")
+        raise BadInput(
+            f"{file.label} ends a chain of more than {_MOST_PARENTS} recipes, each of which "
+            "extends the next"
+        )
     values = (
         file.values if file.folder is None else with_paths(file.values, file.folder, file.label)
     )
@@ -481,8 +484,8 @@ def _describe(path: list[Any], errors: list[ErrorDetails], values: dict[str, Any
     """Describe the errors of one value in one line that names its key."""
     key, kind = shown_key(".".join(map(str, path))), errors[0]["type"]
     value = _at(values, path)
-    if kind == "value_error":
-        reason = str(errors[0].get("ctx", {}).get("error", errors[0]["msg"]))
+    if precise := [details for details in errors if details["type"] == "value_error"]:
+        reason = str(precise[0].get("ctx", {}).get("error", precise[0]["msg"]))
         return f"{key}: {reason}" if key else reason
     if kind == "extra_forbidden":
         return f"{key} is not a key{_key_suggestion(path, values)}"

@@ -31,7 +31,7 @@ from frostlab.recipe.treatment import (
 Rate = Annotated[float, Field(gt=0)]
 PATHS = (("data", "path"), ("model", "name"), ("tokenizer", "name"))  # keys that may hold a path
 Scale = Literal["tiny", "small", "full"]  # the module frostlab.recipe.scale has the rule
-WORDS = ("new", "old")  # keys of a stage's `lr` besides selections: added layers, all others
+WORDS = ("new", "old")  # in a stage's `lr`, they mean the layers that it adds, and all others
 
 
 class Add(Strict):
@@ -40,12 +40,15 @@ class Add(Strict):
     layers: Layers = 1
     # a number: index of the first new layer
     at: Literal["top", "bottom"] | Annotated[int, Field(ge=0, le=1000)] = "top"
-    # identity: the model's outputs stay the same at first; copy: of the neighbouring layer
+    # identity: the model's outputs stay the same at first; copy: a copy of the neighbouring layer
     init: Literal["identity", "random", "copy"] = "random"
 
 
 class StageSettings(Strict):
-    """One stage of a run; most settings that are null are taken from the rest of the recipe."""
+    """One stage of a run: a period with its own trainable weights, learning rate and duration.
+
+    Most settings that are null are taken from the rest of the recipe.
+    """
 
     name: str | None = None  # null: the stage's number
     train: Selections | None = None  # null: all weights that the treatment does not freeze

@@ -25,18 +25,18 @@ class Sizes:
     steps: int  # per stage
     epochs: int  # per stage
     batch: int
-    examples: int  # of training
+    examples: int  # training examples
     evaluated: int  # examples of tune, and of report
     length: int  # tokens per example
     samples: int  # samples per window of EEG
     width: int
     bpe: int  # size of a BPE vocabulary
     words: int  # size of a vocabulary of whole words
-    per_package: int  # docstrings
-    subjects: int  # simulated: those to train on, and those unseen
-    recordings: int  # simulated, per subject: those of train, of tune and of report
-    windows: int  # per recording and epoch
-    seconds: float  # of a simulated recording
+    per_package: int  # docstrings per package
+    subjects: int  # simulated subjects to train on, and simulated unseen subjects
+    recordings: int  # simulated recordings per subject in train, in tune and in report
+    windows: int  # windows of EEG per recording and epoch
+    seconds: float  # length of a simulated recording
     timing: float  # seconds of step timing in a comparison
 
 
@@ -106,7 +106,7 @@ class _Scaling:
             self.limit("data", "examples", sizes.examples)
         elif isinstance(data, Corpus):
             self.limit("data", "length", sizes.length)
-            if data.stride is not None:  # keeps the distance between two examples
+            if data.stride is not None:  # keeps the gap between two examples
                 stride = data.stride - data.length + self.get("data", "length")
                 self.set("data", "stride", max(stride, self.get("data", "length")))
             self.limit("data", "limit", sizes.examples)

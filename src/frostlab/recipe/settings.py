@@ -75,8 +75,8 @@ class Train(Strict):
     drop_last: bool = False  # leave out the examples of an epoch that do not fill a batch
     epochs: Positive | None = None
     steps: Positive | None = None
-    # padded: to the longest example of a batch; bucketed: so, with examples of similar length in a
-    # batch; fixed: to data.length; packed: several examples share a row, without padding
+    # padded: to the longest example of a batch; bucketed: the same, with examples of similar length
+    # in a batch; fixed: to data.length; packed: the examples of a micro-batch share one row
     batching: Literal["bucketed", "packed", "padded", "fixed"] = "bucketed"
     step: StepKind = "auto"  # captured: as CUDA graphs; auto: captured if possible, else eager
     # where to cache the outputs of the frozen first layers; null: not at all
@@ -113,8 +113,8 @@ class Train(Strict):
             raise ValueError("cache_prefix skips layers, which parallel fsdp cannot do; use ddp")
         if self.batch % (self.accumulate * (self.processes or 1)):
             raise ValueError(
-                f"batch {self.batch} cannot be shared by {self.processes or 1} processes × "
-                f"{self.accumulate} accumulated micro-batches"
+                f"batch {self.batch} is not a multiple of accumulate {self.accumulate} × "
+                f"processes {self.processes or 1}"
             )
         return self
 

@@ -125,7 +125,7 @@ class Treatment(Strict):
     @model_validator(mode="after")
     def _does_something(self) -> Self:
         if self.freeze and all(selection.startswith("!") for selection in self.freeze):
-            raise ValueError("freeze has only exceptions; add parts to freeze: [all, '!head']")
+            raise ValueError("freeze has only exceptions; add parts to freeze, e.g. [all, '!head']")
         if self.peft is not None and (self.init or self.freeze):
             other = "init" if self.init else "freeze"
             raise ValueError(

@@ -17,8 +17,8 @@ from frostlab.typed import parse, read
 
 ANNOTATIONS = "annotations.json"
 _TAG = re.compile(r"[\w.+-]{1,40}")
-_LONGEST = 2000  # characters of a note
-_BYTES = 1 << 20  # of the file
+_LONGEST = 2000  # the most characters of a note
+_BYTES = 1 << 20  # the most bytes of the file
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ are kept, so that a run can be resumed from the older one if the newest is damag
 were the best when each of the two was written are kept too, without the optimizer state if they
 are in an older checkpoint.
 
-Frozen weights do not change during a stage. They can be stored once, in a folder of their own with
-checksums, whose name is a digest of its contents. A checkpoint then holds only the trainable
-weights and the buffers, and names that folder and the digest of its checksums.
+A run has one or more stages, each with its own trainable weights. The frozen weights do not change
+during a stage. They can be stored once, in a folder of their own with checksums, whose name is a
+digest of its contents. A checkpoint then holds only the trainable weights and the buffers, and
+names that folder and the digest of its checksums.
 """
 
 import json
@@ -249,7 +250,7 @@ def save_frozen(
 
 
 def keep_only(folder: Path, newest: int, best: int | None, stage: int = 0) -> None:
-    """Remove all checkpoints but the newest, the one before it, and the best weights at each.
+    """Remove all checkpoints but the newest, the one before it, and the best at the time of each.
 
     A checkpoint that is kept only for its best weights loses its optimizer state. Frozen weights
     are removed with the last checkpoint that names them.

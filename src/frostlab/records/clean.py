@@ -1,4 +1,4 @@
-"""Removal of old runs, unless they are tagged, running, damaged, or part of a comparison."""
+"""Removal of old runs, unless they are tagged, running, damaged, or used by a comparison."""
 
 import os
 import re
@@ -96,7 +96,7 @@ def _why_kept(run: Summary, tags: frozenset[str] | None) -> str | None:
     if run.status == "running":
         return "it is running"
     if run.status == "damaged" or run.ended is None:
-        return "its age is unknown, because its records cannot be read"
+        return "its age is unknown, because no readable record says when it ended"
     if run.folder.is_symlink():
         return "it is a link"
     try:

@@ -76,9 +76,9 @@ class Difference:
         left, right = (number(value) for value in losses.values or (None, None))
         if left == right:
             left, right = map(plain, losses.values or ())
-        lines = [f"losses: differ from step {losses.first} on ({left} and {right})"]
+        lines = [f"losses: first differ at step {losses.first} ({left} and {right})"]
         if losses.order is not None:
-            lines.append(f"examples: other ones, or in another order, by step {losses.order}")
+            lines.append(f"examples: different, or in a different order, by step {losses.order}")
         return lines
 
 

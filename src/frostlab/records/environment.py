@@ -231,7 +231,9 @@ def machine_line(values: Mapping[str, Any]) -> str:
     gpu, host = (
         value if isinstance(value := values.get(key), dict) else {} for key in ("gpu", "host")
     )
-    cores = f"{host.get('usable_cores')} of {host.get('logical_cores')} cores"
+    usable, logical = host.get("usable_cores"), host.get("logical_cores")
+    counts = f"{usable} of {logical}" if usable and logical else usable or logical
+    cores = f"{counts} cores" if counts else None
     driver = f"driver {gpu.get('driver')}" if gpu.get("driver") else None
     facts = (gpu.get("name"), driver, host.get("cpu"), cores, host.get("os"))
     return ", ".join(str(fact) for fact in facts if fact)

@@ -101,7 +101,7 @@ class RunFolder:
             if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise FileExistsError(str(path)) from None
             if isinstance(error, OSError):
-                raise BadInput(f"{path}: cannot be written ({error.strerror})") from None
+                raise BadInput(f"{path} cannot be written ({error.strerror})") from None
             raise
         folder.path = path
         return folder
@@ -116,7 +116,7 @@ class RunFolder:
             lock = Lock(self.path / "run.lock")
             taken = lock.acquire(seconds=0.2)  # a listing may hold the lock for a moment
         except OSError as error:
-            raise BadInput(f"{self.path}: cannot be written ({error.strerror})") from None
+            raise BadInput(f"{self.path} cannot be written ({error.strerror})") from None
         if not taken:
             raise BadInput(f"{self.path}: another process is running in it")
         self._lock = lock
@@ -144,7 +144,7 @@ class RunFolder:
         self.close()
 
     def event(self, kind: str, step: int, **values: Any) -> None:
-        """Append an event with exactly the keys of its class, and flush it."""
+        """Append an event with the keys of its class, and flush it."""
         if kind not in EVENTS:
             raise FrostlabError(f"{kind} is not a kind of event")
         assert self._events is not None, "the folder is open"
@@ -222,7 +222,10 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def effective(events: Iterable[Event]) -> list[Event]:
-    """Drop the events between a checkpoint and a later resume from it, except resumes and notes."""
+    """Drop events that a resumed run repeated: those after the checkpoint that it resumed from.
+
+    Starts, resumes and notes stay; the end and the report of the earlier attempt are dropped.
+    """
     valid: list[Event] = []
     for event in events:
         if isinstance(event, ResumeEvent):
@@ -364,6 +367,12 @@ class RunRecord:
         about = ", ".join([status or "not finished", *shown[:3], *([caution] if caution else [])])
         return f"{type(self).__name__}({plain(str(self.folder))}: {about})"
 
+    def _repr_html_(self) -> str:
+        """Return the result as HTML, which notebooks show."""
+        from frostlab.records.show import as_html  # here, because it imports this module
+
+        return as_html(self)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder))  # accepts a str
 
@@ -488,7 +497,7 @@ def scores_file(
     reference_scores: Mapping[str, float],
     caution: str | None = None,
 ) -> Any:
-    """Return the content of scores.json: scores by split and decoder, and the bounds on r."""
+    """Return the content of scores.json: scores by split and decoder, bounds on r, and more."""
     from frostlab.envelopes.challenge import challenge_scores
 
     return {
@@ -510,7 +519,7 @@ class ScoresFile:
     """The contents of scores.json."""
 
     schema: int
-    best: dict[str, float]  # split → an upper bound on any decoder's r
+    best: dict[str, float]  # split → an upper bound on the correlation r of any decoder
     splits: dict[str, dict[str, Any]]  # split → decoder → its scores
     challenge: dict[str, Any]  # decoder → its `ChallengeScore`
     caution: str | None = None  # a warning about the scores
@@ -536,7 +545,7 @@ def _read_scores(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, flo
     except FileNotFoundError:
         raise BadInput(f"{path} cannot be read (No such file or directory)") from None
     if file.schema != _SCORES_SCHEMA:
-        raise BadInput(f"{path}: schema {file.schema} is not {_SCORES_SCHEMA}, which can be read")
+        raise BadInput(f"{path} has schema {file.schema}; this frostlab reads {_SCORES_SCHEMA}")
     for name, values in file.challenge.items():
         read(ChallengeScore, values, f"{path}: challenge {name!a:.40}")
     for split, decoders in file.splits.items():

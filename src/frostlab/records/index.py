@@ -37,11 +37,11 @@ if TYPE_CHECKING:  # the functions below import the schema only if they must rea
 
 RESULT, EVENTS, LOCK, INDEX = "result.json", "events.jsonl", "run.lock", ".index.json"
 RECIPE, GROUP = "recipe.yaml", "group.json"
-_SIGNED = (RESULT, EVENTS, RECIPE, ANNOTATIONS)  # a run is read again if one of them changes
+_SIGNED = (RESULT, EVENTS, RECIPE, ANNOTATIONS)  # a run is read again if one of these changes
 _VERSION = 3  # version of the index format
-_HEAD = 65536  # number of bytes read from the beginning of a run's events
-_BLOCK = 2**20  # number of bytes read at once from their end, to find the best evaluation
-_RECIPE_BYTES = 1 << 20
+_HEAD = 65536  # bytes that are read from the beginning of events.jsonl, to find the start event
+_BLOCK = 2**20  # bytes that are read at once from its end, to find the best evaluation
+_RECIPE_BYTES = 1 << 20  # the most bytes of recipe.yaml
 # A file is indexed only this many ns after its last change, because a second change soon after the
 # first one may leave the modification time as it is.
 _SETTLED = 200_000_000
@@ -73,9 +73,9 @@ class Summary:
     step_ms: float | None = None  # median time of a step
     error: str | None = None  # why the run did not finish, or why it cannot be read
     tags: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()  # by users, oldest first
-    # by dotted key: all of the recipe but `seed` and `about`; runs may share the object, and in the
-    # index it is the last value
+    notes: tuple[str, ...] = ()  # by users, oldest first; or why annotations.json cannot be read
+    # the recipe by dotted key, without `seed` and `about`; runs may share the object. This field
+    # must be the last one, because the index stores it apart from the others.
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -112,7 +112,7 @@ def is_run(folder: Path) -> bool:
 
 
 def find_run(root: Path, text: str) -> Path:
-    """Return the folder of the run that `text` names: a path, a name in `root`, or its prefix."""
+    """Return the folder of a run, by its path, its name in `root`, or an unambiguous prefix."""
     if text and is_run(Path(text)):
         return Path(text)
     names = sorted(name for name, _ in _run_folders(root))
@@ -321,7 +321,7 @@ def _start(folder: Path, strict: bool) -> "StartEvent | None":
 
 
 def _backwards(path: Path) -> "Iterator[Event]":
-    """Yield events from the last to the first, without flow; of steps, at most a last block."""
+    """Yield events from the last to the first, without flow, and steps only if they come last."""
     from frostlab.records.schema import read_event
 
     any_event = False

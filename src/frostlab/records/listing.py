@@ -10,8 +10,8 @@ from frostlab.records.query import Group, differing, value_of
 from frostlab.text import NONE, columns, hms, number, plain, short, typed, wrapped
 
 _MARKS = "*†‡§"
-_WIDEST = 28  # characters of a cell, except in columns that are never left out
-_NAME = 20  # the fewest characters of a name
+_WIDEST = 28  # the most characters of a cell, except in columns that are never left out
+_NAME = 20  # the fewest characters to which a name is shortened
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def stored_encoder(folder: Path) -> Encoder:
     if encoder.vocabulary != inputs.vocabulary:
         raise BadInput(
             f"{place} has {encoder.vocabulary} tokens, and the model {inputs.vocabulary}; "
-            "it is another run's tokenizer"
+            "it is not this run's tokenizer"
         )
     return encoder
 
@@ -163,9 +163,7 @@ def _tokenizer_folder(folder: Path, inputs: ModelInputs) -> Path:
     needed = ("tokenizer.json",) if inputs.tokenizer == "trained" else ()
     place = _whole(folder, TOKENIZER, *needed)
     if not is_as_listed(folder, f"{TOKENIZER}/{SEAL}"):
-        raise BadInput(
-            f"{place} is another run's tokenizer: {MANIFEST} of this run has other checksums"
-        )
+        raise BadInput(f"{place} is not this run's tokenizer: {MANIFEST} has other checksums")
     return place
 
 

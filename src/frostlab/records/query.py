@@ -165,7 +165,7 @@ def _moment(text: str) -> float:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        raise BadInput(f"{text!r:.40} is not a date; e.g. started>2026-01-31") from None
+        raise BadInput(f"--where: {text!r:.40} is not a date; e.g. started>2026-01-31") from None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 

@@ -47,7 +47,7 @@ class StageBest(Best):
 
 @dataclass(frozen=True)
 class Stage:
-    """The outcome of one stage."""
+    """The outcome of one stage, a period with its own trainable weights."""
 
     name: str  # the stage's name in the recipe, or its number
     steps: int  # optimizer steps done in the stage
@@ -86,7 +86,7 @@ class Clocks:
 
     total_seconds: float  # s of training, evaluations and checkpoints, without set-up and report
     train_seconds: float  # s of the total without validation, checkpoints and waiting for data
-    validation_seconds: float  # s of evaluations on the selecting split
+    validation_seconds: float  # s of evaluations that select the best weights
     evaluation_seconds: list[float]  # s of each of these evaluations
     data_seconds: float  # s of preparing batches on the host
     data_overlapped_seconds: float  # s that are in both `data_seconds` and `train_seconds`
@@ -143,7 +143,7 @@ class TelemetrySummary:
     samples: int  # number of samples
     errors: int  # number of times that a quantity could not be read
     last_error: str | None  # the latest of these errors
-    gpu_reason: str | None  # why no GPU was sampled
+    gpu_reason: str | None  # why no GPU was sampled; null if one was
     gpu_energy_joules: float | None  # J, the integral of the sampled power
     host_peak_bytes: int  # peak memory of this process since it began, in bytes
     sampling_cpu_seconds: float  # s of CPU time that sampling took
@@ -189,7 +189,7 @@ class Scores:
     std: float | None  # standard deviation of the subjects' r; null for one subject
     quartiles: list[float]  # 25th and 75th percentile of the subjects' r
     mean_other: float | None  # mean r with the speech that was not attended
-    above: int  # number of subjects with p <= 0.05
+    above: int  # number of subjects whose own r is above chance, with p <= 0.05
     null: Chance  # mean r by chance
     match: Decisions  # between a window's own envelope and another window's
     attended: Decisions | None  # between the attended and the other speaker; null with one speaker
@@ -227,7 +227,7 @@ class Result:
     telemetry: TelemetrySummary  # load of the machine during the run
     device_memory_peak: int | None  # bytes, peak CUDA memory of this run alone; null without CUDA
     weights_digest: str | None  # digest of the reported weights; null if unfinished
-    order_digest: str  # digest of the examples of every step, in order
+    order_digest: str  # digest of the examples of all steps, in order
     scores: dict[str, dict[str, Scores]] | None = None  # EEG: by split and decoder
 
 
@@ -241,7 +241,7 @@ class Digests:
     data: str  # digest of the prepared data
     source: str | None  # digest of the files of pretrained weights; null if weights are drawn
     revision: str | None  # the hub's commit of these files; null if they are not from the hub
-    weights: dict[str, str]  # digest of each part (a tensor, or the rows of a role in it), by key
+    weights: dict[str, str]  # digest of each part (a tensor, or its rows of one role), by key
     touched: list[str]  # keys of the parts to which the treatment gave new values
     frozen: dict[str, str]  # digest of every frozen tensor, by name
 
@@ -393,7 +393,7 @@ class StepEvent(Event):
     examples: int  # number of examples in the block
     warmup: int  # number of its first steps that step times exclude as warm-up
     clipped: int  # number of its steps whose gradient was clipped
-    order: str  # digest of the examples of every step of the run up to its last, in order
+    order: str  # digest of the examples of all steps of the run up to `step`, in order
 
 
 @dataclass(frozen=True)
@@ -403,7 +403,7 @@ class EpochEvent(Event):
     kind = "epoch"
 
     epoch: int  # number within the stage, counted from 0
-    order: str  # digest of the examples of every step of the run so far, in order
+    order: str  # digest of the examples of all steps of the run so far, in order
     seconds: float  # s of training alone
 
 
@@ -414,12 +414,12 @@ class EvaluationEvent(Event):
     kind = "evaluation"
 
     split: str  # tune or report; with `splits: published`, report also selects weights
-    metrics: Metrics  # the selecting metric comes first
+    metrics: Metrics  # the metric that selects the best weights comes first
     frozen_verified: int  # number of frozen tensors that were verified as unchanged
     epoch: float  # epochs done, over all stages
     seconds: float  # s that this evaluation took
     total_seconds: float  # s of `clocks.total_seconds` until this evaluation
-    best: bool | None = None  # whether it is the best so far; null for the report
+    best: bool | None = None  # whether it is the best of its stage so far; null for the report
     checkpoint: int | None = None  # for the report only: step of the reported weights
 
 
@@ -495,8 +495,8 @@ class FlowEvent(Event):
     kind = "flow"
 
     rates: list[float | None]  # learning rate of each group
-    ends: list[float | None]  # mean over tensors of max |g|, in front, back and output
-    ranges: list[float | None]  # max - min of each front tensor
+    ends: list[float | None]  # mean over tensors of max |gradient|, in front, back and output
+    ranges: list[float | None]  # max - min of the weights in each front tensor
     gradient: list[float | None] | None = None  # norm of the gradient, after clipping
     before_clip: list[float | None] | None = None  # norm of the gradient before clipping
     weight: list[float | None] | None = None  # norm of the weights before the step
@@ -508,7 +508,7 @@ class FlowEvent(Event):
     broken: list[int] = field(default_factory=list)  # indices of parts with NaN or infinity
     dead: dict[str, float | None] = field(default_factory=dict)  # module → share of dead units
     saturated: dict[str, float | None] = field(default_factory=dict)  # module → saturated share
-    entropy: dict[str, list[float | None]] = field(default_factory=dict)  # attention → each head's
+    entropy: dict[str, list[float | None]] = field(default_factory=dict)  # by attention and head
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,13 @@ from typing import Any
 
 from frostlab.errors import BadInput
 from frostlab.records.annotations import Annotations, read_annotations
-from frostlab.records.folder import RunRecord, effective, read_environment, scores_lines
+from frostlab.records.folder import (
+    RunRecord,
+    effective,
+    finished_status,
+    read_environment,
+    scores_lines,
+)
 from frostlab.records.index import EVENTS, RESULT, Summary, dotted, is_run, read_run, result_of
 from frostlab.records.query import moment_text
 from frostlab.records.schema import (
@@ -42,12 +48,13 @@ class _Run:
     events: list[Event]  # without events that a resumed run repeated
     damaged_events: list[str]  # the reason for each unreadable line
     recipe: dict[str, Any] | None
-    recipe_file_digest: str | None  # of recipe.yaml as it is now
+    recipe_file_digest: str | None  # digest of the recipe in recipe.yaml as it is now
     differences: dict[str, Any] | None  # settings that are not the default, by dotted key
     environment: dict[str, Any] | None
     data: DataRecord | None
-    damaged_data: str | None  # why data.json cannot be read; None if it is absent
+    damaged_data: str | None  # why data.json cannot be read; None if it is absent or intact
     annotations: Annotations
+    damaged_annotations: str | None  # why annotations.json cannot be read; None if absent or intact
     examples: dict[str, int]  # split → number of examples, where it is known
 
 
@@ -73,11 +80,12 @@ def show_json(folder: Path) -> dict[str, Any]:
         ],
         "examples": run.examples,
         "damaged_events": run.damaged_events,
+        "damaged_annotations": run.damaged_annotations,
     }
 
 
 def show(folder: Path, width: int | None = None) -> str:
-    """Format a run: configuration, results, clocks, parameters, environment, notes.
+    """Format a run as text, in sections such as configuration, results, clocks and notes.
 
     Lines that are longer than `width` are continued on the next line.
     """
@@ -99,6 +107,7 @@ def show(folder: Path, width: int | None = None) -> str:
         "notes": [
             *(f"step {event.step}: {event.text}" for event in notes),
             *(f"{moment_text(note.at)[:10]}: {note.text}" for note in run.annotations.notes),
+            *([run.damaged_annotations] if run.damaged_annotations else []),
         ],
     }
     return "\n\n".join(
@@ -106,6 +115,27 @@ def show(folder: Path, width: int | None = None) -> str:
         for title, lines in sections.items()
         if lines
     )
+
+
+def as_html(record: RunRecord) -> str:
+    """Return a run's result as a part of a page, for notebooks."""
+    from frostlab.html import fragment  # here, because only notebooks need it
+
+    if finished_status(record.folder) is None:
+        return fragment(str(record.folder), "not finished")
+    result = record.result
+    best, parameters = result.best, result.parameters
+    rows = [(name, number(value)) for name, value in record.metrics.items()]
+    if best.value is not None:
+        where = f"at step {best.step:,} of {result.steps:,}"
+        rows.append((f"best {best.metric}, on tune", f"{number(best.value)} {where}"))
+    rows += [
+        ("training time", hms(result.clocks.total_seconds)),
+        ("trainable parameters", f"{parameters.trainable:,} of {parameters.total:,}"),
+    ]
+    about = f"{result.name}, treatment {result.treatment}, seed {result.seed}: {result.status}"
+    alarms = [line for line in (result.error, result.caution) if line]
+    return fragment(str(record.folder), about, rows=rows, alarms=alarms)
 
 
 def _wrapped(line: str, width: int | None) -> list[str]:
@@ -230,7 +260,7 @@ def _data(data: DataRecord) -> list[str]:
 
 
 def _remarks(data: DataRecord) -> Iterator[str]:
-    """Yield the source of each split, and the reasons for which its rows were dropped."""
+    """Yield each split's source, the split that it was taken from, and why rows were dropped."""
     sources: dict[str, list[str]] = {}
     for name, split in data.splits.items():
         sources.setdefault(split.source, []).append(name)
@@ -305,7 +335,7 @@ _SECONDS = {
     "validation_seconds": "validation",
     "evaluation_seconds": "per evaluation",
     "data_seconds": "data",
-    "data_overlapped_seconds": "data overlapped",
+    "data_overlapped_seconds": "data during train",
     "checkpoint_seconds": "checkpoints",
     "setup_seconds": "set-up",
     "epoch_seconds": "per epoch",
@@ -412,12 +442,14 @@ def _read(folder: Path) -> _Run:
             data = RunRecord(folder).data
     except (OSError, BadInput) as error:
         damaged_data = str(error)
-    annotations = Annotations()
-    with contextlib.suppress(BadInput):  # the summary's `notes` give the reason
+    annotations, damaged_annotations = Annotations(), None
+    try:
         annotations = read_annotations(folder)
+    except BadInput as error:
+        damaged_annotations = str(error)
     return _Run(
         read_run(folder), result, events, damaged, recipe, digest, differences, environment,
-        data, damaged_data, annotations, _examples(folder, data),
+        data, damaged_data, annotations, damaged_annotations, _examples(folder, data),
     )  # fmt: skip
 
 

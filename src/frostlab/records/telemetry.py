@@ -262,9 +262,9 @@ _BUSY = 0.25  # cores that other processes may keep busy without a note, on any 
 class Watched:
     """The load that other processes put on the machine, and a summary of the telemetry."""
 
-    cores: int
+    cores: int  # number of the machine's logical cores
     cores_of_others: float | None  # mean number of cores busy with other processes; None: unknown
-    others_on_gpu: int | None  # number of processes; None: no GPU, or unknown to NVML
+    others_on_gpu: int | None  # number of other processes; None: no GPU, or NVML cannot tell
     telemetry: dict[str, Any]
 
     def notes(self) -> list[str]:

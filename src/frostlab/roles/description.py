@@ -21,7 +21,7 @@ from frostlab.roles.parts import ATTENTION_INPUTS, Heads, Rows
 class Fused:
     """A table entry for a weight with several roles.
 
-    Their rows follow one another once or, if interleaved, once for each key/value head.
+    The roles' rows follow one another once or, if interleaved, once for each key/value head.
     """
 
     roles: tuple[str, ...]
@@ -50,7 +50,9 @@ class Fused:
         for role in without_heads:
             widths[role] = remaining // len(without_heads)
         if sum(widths.values()) * repeats != size:
-            raise ValueError(f"{size} rows cannot be divided into {widths} × {repeats}")
+            shares = ", ".join(f"{width} of {role}" for role, width in widths.items())
+            times = f", {repeats} times" if repeats > 1 else ""
+            raise ValueError(f"{size} rows cannot be divided into {shares}{times}")
         rows, start = {}, 0
         for role in self.roles:
             rows[role] = Rows(period, repeats, ((start, start + widths[role]),))
@@ -60,7 +62,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A table entry for a tensor that the architecture never trains, such as sinusoids."""
+    """A table entry for a tensor that is never trained, such as sinusoidal positions."""
 
     role: str
 
@@ -139,7 +141,7 @@ def register_architecture(
     Args:
         target: the model's class, or its Hugging Face `model_type`.
         table: a map from paths to roles, e.g. `{"blocks.{i}.attn.q": "query", "lm_head": "head"}`;
-            submodules of a registered class need no entry.
+            submodules whose own class is registered need no entry.
         heads: the number of heads, `Heads(count, kv, size)`, or a function that returns one of
             these for a model.
         stacks: a map from the first path segment to the stack name, for models with several stacks

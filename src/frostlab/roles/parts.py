@@ -154,7 +154,7 @@ class Tie:
 
 @dataclass(frozen=True)
 class Part:
-    """One parameter, or some rows of a fused parameter, with one role."""
+    """One parameter, or those rows of a fused parameter that have one role."""
 
     name: str
     place: Place
@@ -291,7 +291,7 @@ def join_pieces(pieces: tuple[Piece, ...], axis: int) -> Tensor:
     values = [gathered(piece.parameter.detach()) for piece in pieces]
     if len(pieces) == 2:
         return join(pieces[0].rows, values[0], values[1], axis)
-    return torch.cat(values, axis)  # only nn.MultiheadAttention has three pieces, already in order
+    return torch.cat(values, axis)  # three pieces: nn.MultiheadAttention's, already in order
 
 
 SlotPieces = tuple[tuple[int, ...], int, tuple[Piece, ...]]  # shape, axis of the rows, pieces

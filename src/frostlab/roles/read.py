@@ -1,9 +1,11 @@
 """Reading the anatomy of a model: the role, stack and layer of each of its parts.
 
 Reading collects the slots (the parameters of the unmodified model, which freezing may have split),
-finds the role and place of each slot in the descriptions of the modules that contain it, and
-divides fused slots into one part per role. Slots have the names of the unmodified model, except
-PEFT's adapters. A parameter without a role is an error: an anatomy is never partial.
+looks up the role and place of each slot in the architecture's description (a table from parameter
+paths to roles, `roles/description.py`), and divides fused slots, which hold several roles in their
+rows, into one part per role. A place names the stack and layers that contain a slot. Slots have the
+names of the unmodified model, except PEFT's adapters. A parameter without a role is an error: an
+anatomy is never partial.
 """
 
 import sys
@@ -45,11 +47,12 @@ _BIASES = ("bias", "in_proj_bias")
 _BASE = "base_layer"  # PEFT's name for the wrapped module
 _MOST_PATHS = 8  # largest number of paths that an error message lists
 
+# A slot's entry in the table, its place, and the attention's heads if it is a query, key or value.
 Placement = tuple[Entry, Place, Heads | None]
 
 
 def anatomy(model: nn.Module) -> Anatomy:
-    """Return the role and layer of every parameter, or of the rows of a fused parameter."""
+    """Return a model's anatomy: the role and layer of each parameter, or of its rows if fused."""
     return survey(model)[0]
 
 
@@ -67,7 +70,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def survey(model: nn.Module) -> tuple[Anatomy, dict[str, Slot]]:
     """Return the anatomy, and the slots that hold its tensors, by name."""
     if not isinstance(model, nn.Module):
-        raise BadInput(f"{model!r} is not a model; build it first, then call anatomy")
+        raise BadInput(f"{model!r} is not a model; build the model first, and pass that")
     model = unwrapped(model)
     slots = {slot.name: slot for slot in _slots(model)}
     if not slots:
@@ -169,7 +172,7 @@ def _without_peft(path: str, wrapped: set[str]) -> tuple[str, str | None]:
 
 
 def _place_slots(model: nn.Module, slots: Sequence[Slot]) -> dict[str, Placement]:
-    """Find the entry, place and heads of each slot; raise an error if a slot has no role."""
+    """Look up the placement of each slot; raise an error if a slot has no role."""
     kind = model_type(model)
     if kind in REFUSED:
         raise UnknownArchitecture(f"{type(model).__name__} is not supported: {REFUSED[kind]}")
@@ -183,7 +186,7 @@ def _place_slots(model: nn.Module, slots: Sequence[Slot]) -> dict[str, Placement
         placement = _first(reader.read(slot, several) for reader in readers)
         placement = placement or _first(reader.read_head(slot, several) for reader in readers)
         if placement is None:
-            unplaced[slot.name.rpartition(".")[0] or slot.name] = slot
+            unplaced.setdefault(slot.name.rpartition(".")[0] or slot.name, slot)
         else:
             placements[slot.name] = placement
     if unplaced:
@@ -212,7 +215,9 @@ class _Reader:
         return self is not other and self.path.startswith(other.prefix)
 
     def read(self, slot: Slot, named: bool) -> Placement | None:
-        """Return the placement of a slot in the table; None if the table does not have the slot.
+        """Return the entry, place and heads that the description's table gives a slot.
+
+        The result is None if no path in the table matches.
 
         If `named`, the stack name begins with the path of this reader's module.
         """
@@ -282,18 +287,19 @@ def _place_adapters(
 
 
 def _how_to_register(model: nn.Module, unplaced: dict[str, Slot], described: bool) -> str:
-    """Return a line with the first module without a role, and the paths that need one."""
+    """Return the error message: the first module without a role, and the paths that need one."""
     name = type(model).__name__
     first, slot = next(iter(unplaced.items()))
     kind = model_type(model)
     hint = nearest(kind, known_types()) if kind and not described else ""
+    hint = f"; its model type `{kind}` is unknown{hint}" if hint else ""
     templates = _templates(unplaced)
     paths = ", ".join(f"`{path}`" for path in templates[:_MOST_PATHS])
     left = len(templates) - _MOST_PATHS
     more = f" and {left} more" if left > 0 else ""
     return (
-        f"{name}: cannot place `{first}` ({type(slot.owner).__name__} "
-        f"{'×'.join(map(str, slot.shape))}){hint}; fl.register_architecture({name}, "
+        f"{name}: frostlab does not know the role of `{first}` ({type(slot.owner).__name__} "
+        f"{'×'.join(map(str, slot.shape)) or 'scalar'}){hint}; fl.register_architecture({name}, "
         f"{{path: role}}, heads=…) needs a role for {paths}{more} (docs/architectures.md)"
     )
 
@@ -322,7 +328,8 @@ def _parts(
     if not isinstance(entry, Fused):
         if heads is not None and heads.rows(place.role) != size:
             raise UnknownArchitecture(
-                f"{slot.name} has {size} rows, not {heads.of(place.role)} heads of {heads.size}"
+                f"{slot.name} has {size} rows, not {heads.of(place.role)} heads of "
+                f"{heads.size} rows each"
             )
         state = _state(slot, None, isinstance(entry, Fixed))
         return [Part(slot.name, place, kind, slot.shape, state, None, slot.axis, heads,
@@ -359,7 +366,7 @@ def _state(slot: Slot, rows: Rows | None, fixed: bool) -> State:
 
 
 def _check_attention(parts: Sequence[Part], model: str) -> None:
-    """Raise an error if an attention lacks a query, key or value."""
+    """Raise an error if an attention lacks the weight of its query, key or value."""
     inputs: dict[tuple[str, tuple[int, ...], bool], set[str]] = {}
     for part in parts:
         if part.role in ATTENTION_INPUTS and part.kind == "weight":

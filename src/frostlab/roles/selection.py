@@ -39,7 +39,7 @@ _SYNONYMS = {  # name that users may write → selection that the error message 
 }
 
 
-_MOST_CHARACTERS = 200  # of one selection
+_MOST_CHARACTERS = 200  # largest length of one selection
 
 
 @dataclass(frozen=True)
@@ -114,17 +114,17 @@ def select(parts: Sequence[Part], texts: Iterable[str], model: str) -> tuple[Par
         if key not in chosen:
             raise BadInput(
                 f"`{term.text}`: {name} is tied to {part.name}, which is `{part.role}`; "
-                f"add `{part.role}` to take both, or `!{part.role}` to leave both"
+                f"add `{part.role}` to take both, or `!{part.role}` to leave both out"
             )
     for key, (term, part, name) in removed_by_tie.items():
         if key in chosen and key not in chosen_by_role:
             raise BadInput(
                 f"`{term.text}`: {name} is tied to {part.name}, which is `{part.role}`; "
-                f"add `!{part.role}` to take both away, or `{part.role}` to keep both"
+                f"add `!{part.role}` to remove both, or `{part.role}` to keep both"
             )
     selected = tuple(part for part in parts if part.key in chosen)
     if not selected:
-        raise BadInput(f"the selections {', '.join(f'`{t.text}`' for t in terms)} leave nothing")
+        raise BadInput(f"the selections {', '.join(f'`{t.text}`' for t in terms)} select nothing")
     return selected
 
 
@@ -134,14 +134,17 @@ def parse(text: str, stacks: Sequence[str]) -> Term:
         raise BadInput(f'selections are strings, such as "query", "key"; {text!r} is not')
     body = text.strip()
     if not body.isprintable() or len(body) > _MOST_CHARACTERS:
-        raise BadInput(f"selection {text!r:.60} has odd characters or too many; try `query`")
+        raise BadInput(
+            f"selection {text!r:.60} has unprintable characters, or more than {_MOST_CHARACTERS} "
+            "characters; try `query`"
+        )
     negative = body.startswith("!")
     body = body.removeprefix("!").strip()
     if not body:
         raise BadInput(f"selection `{text}` is empty; try `query` or `layers[0]`")
     filters: dict[str, object] = {}
     order = ("stack", "layers", "cross", "role", "kind")
-    for token in re.split(r"\.(?![^\[]*\])", body):  # at dots outside brackets
+    for token in re.split(r"\.(?![^\[]*\])", body):  # split at dots outside brackets
         name, value = _parse_token(token.strip(), text, stacks)
         if any(later in filters for later in order[order.index(name) :]):
             raise BadInput(
@@ -171,7 +174,7 @@ def _parse_token(token: str, text: str, stacks: Sequence[str]) -> tuple[str, obj
     hint = f"; did you mean `{role}`?" if role else nearest(token, choices)
     where = "" if token == text.strip() else f" in selection `{text}`"
     hint = hint or f"; roles are {', '.join(ROLES)}"
-    raise BadInput(f"`{token}`{where} is not a role{hint}")
+    raise BadInput(f"`{token}`{where} is not a role or a stack{hint}")
 
 
 def _matching_keys(
@@ -193,8 +196,8 @@ def _matching_keys(
         if common and common != set(part.layers):
             first, last = part.layers[0], part.layers[-1]
             raise BadInput(
-                f"`{term.text}`: layers {first} to {last} of {model} share one set of weights; "
-                f"select `layers[{first}:{last + 1}]` or a role for all of them"
+                f"`{term.text}`: {len(part.layers)} layers of {model} ({first} to {last}) share "
+                f"{part.name}; select `layers[{first}:{last + 1}]`, or leave `layers` out"
             )
         if common:
             hits.add(part.key)

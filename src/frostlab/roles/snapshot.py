@@ -1,4 +1,7 @@
-"""The anatomy of a model as users see it: parts, layers, counts, selections and a table."""
+"""The anatomy of a model as users see it: parts, layers, counts, selections and a table.
+
+A part is a parameter, or those of its rows that have one role, such as query.
+"""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +37,17 @@ class Anatomy:
         counts = f"{len(self.layers)} layers, {len(self.parts)} parts"
         learns = f"{self.count('trainable'):,} of {self.count():,} parameters trainable"
         return f"Anatomy({self.model}: {counts}, {learns})"
+
+    def _repr_html_(self) -> str:
+        """Return the table as HTML, which notebooks show."""
+        from frostlab.html import fragment  # here, because only notebooks need it
+
+        total = self.count()
+        shares = [f"{self.count(state):,} {state}" for state in ("trainable", "frozen", "fixed")
+                  if self.count(state)]  # fmt: skip
+        rows = [(title, *row) for title, rows in _blocks(self) for row in rows]
+        about = f"{total:,} parameters: {', '.join(shares)}"
+        return fragment(self.model, about, ("where", *_HEADER), rows)
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -81,7 +95,7 @@ class Anatomy:
         return tuple(p for p in self.parts if p.state == "fixed")
 
     def table(self, width: int | None = None) -> str:
-        """Return the anatomy as text; runs of identical layers are shown once.
+        """Return the anatomy as text; adjacent layers that are alike are shown once.
 
         If it is wider than `width`, the layout is left out and long names are shortened.
         """
@@ -101,18 +115,12 @@ class Anatomy:
 
 
 _HEADER = ("role", "shape", "heads", "layout", "parameters", "state", "weight")
-_RIGHT = (4,)  # columns of numbers
+_RIGHT = (4,)  # right-aligned columns: parameters
 
 
 def _as_text(anatomy: Anatomy, width: int | None) -> str:
     """Return the table: parts outside the layers, then the layers, then the totals."""
-    blocks: list[tuple[str, list[tuple[str, ...]]]] = []
-    outside = [part for part in anatomy.parts if not part.layers]
-    if outside:
-        blocks.append(("outside the layers", [_row(part, part.name) for part in outside]))
-    for _, layers in groupby(anatomy.layers, key=lambda layer: layer.stack):
-        for alike in _runs_of_equal_layers(list(layers)):
-            blocks.append((_title(alike), [_row(p, _local_name(p)) for p in alike[0].parts]))
+    blocks = _blocks(anatomy)
     table = [_HEADER, *(row for _, rows in blocks for row in rows)]
     aligned = columns(table, right=_RIGHT)
     if width is not None and max(map(len, aligned)) > width - 2:
@@ -124,8 +132,23 @@ def _as_text(anatomy: Anatomy, width: int | None) -> str:
     return "\n".join([*lines, "", *_totals(anatomy)])
 
 
+def _blocks(anatomy: Anatomy) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """Return titles and rows of the table: parts outside the layers, then runs of equal layers."""
+    blocks: list[tuple[str, list[tuple[str, ...]]]] = []
+    outside = [part for part in anatomy.parts if not part.layers]
+    if outside:
+        blocks.append(("outside the layers", [_row(part, part.name) for part in outside]))
+    for _, layers in groupby(anatomy.layers, key=lambda layer: layer.stack):
+        for alike in _runs_of_equal_layers(list(layers)):
+            blocks.append((_title(alike), [_row(p, _local_name(p)) for p in alike[0].parts]))
+    return blocks
+
+
 def _narrow(table: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Align a table without the layout; long names of weights keep their end, without their tie."""
+    """Align a table without the layout.
+
+    A weight's name that is too long loses its remark `(also …)` and, if need be, its beginning.
+    """
     place = _HEADER.index("layout")
     rows = [(*row[:place], *row[place + 1 : -1]) for row in table]
     lines = columns(rows, right=(rows[0].index("parameters"),))

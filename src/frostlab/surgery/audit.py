@@ -1,4 +1,8 @@
-"""Digests of a model's tensors, to prove later that frozen ones stayed and trainable ones moved."""
+"""Digests of a model's tensors, to prove later that frozen ones stayed and trainable ones moved.
+
+The tensors are the model's parts: parameters, or those rows of a parameter that have one role, such
+as query (`frostlab.roles.parts`).
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -18,10 +22,10 @@ class Audit:
     """The digests of a model's tensors at one moment: 64 characters for each tensor."""
 
     model: str
-    # by name, of frozen parts, of parts that the architecture never trains (fixed), and of the
-    # running statistics of frozen BatchNorms
+    # digests, by name, of frozen parts, of parts that the architecture never trains (fixed), and of
+    # the running statistics of frozen BatchNorms
     digests: dict[str, str]
-    trainable: dict[str, str] | None = None  # None: only frozen ones were recorded
+    trainable: dict[str, str] | None = None  # digests of trainable parts; None: not recorded
 
     def __repr__(self) -> str:
         counts = f"{len(self.digests)} frozen"
@@ -44,7 +48,7 @@ class Audit:
 
     def _verify_moved(self, model: nn.Module) -> None:
         if self.trainable is None:
-            raise BadInput("verify: this audit has no trainable tensors; make it with fl.audit")
+            raise BadInput("verify: this audit has only frozen tensors; make it with fl.audit")
         now = _digests(model, self.trainable)
         if lost := [name for name in self.trainable if name not in now]:
             raise BadInput(f"verify: the model no longer has {lost[0]}; audit it again")

@@ -1,10 +1,11 @@
 """Freezing and thawing of parts of a model.
 
-Each call sets the state of every parameter, so the result does not depend on earlier calls. A
-fused projection with both frozen and trainable rows is split into separate parameters. A frozen
-BatchNorm keeps its running statistics. A slot is a parameter of the unmodified model, with the
-parameters that hold its rows now (`frostlab.roles.parts.Slot`). A fixed part, such as a table of
-sinusoids, is one that the architecture never trains.
+A part is a parameter, or those of its rows that have one role, such as query. A fixed part, such as
+a table of sinusoids, is one that the architecture never trains. Each call sets the state of every
+part, so the result does not depend on earlier calls. A fused projection (several roles in one
+parameter) with both frozen and trainable rows is split into separate parameters. A frozen BatchNorm
+keeps its running statistics. A slot is a parameter of the unmodified model, with the parameters
+that hold its rows now (`frostlab.roles.parts.Slot`).
 """
 
 import warnings
@@ -35,10 +36,9 @@ _QUANTISED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized"
 def freeze(model: nn.Module, *selections: str) -> Anatomy:
     """Freeze the selected parts, and make the others trainable; return the anatomy.
 
-    Fixed parts, which the architecture never trains, stay as they are.
-    Partly frozen fused projections are split, so that frozen rows have no gradient, no
-    optimizer state and no weight-gradient matmul. Splitting replaces parameters, so build the
-    optimizer afterwards.
+    Fixed parts, which the architecture never trains, stay as they are. Partly frozen fused
+    projections are split, so that frozen rows have no gradient, no optimizer state and no
+    weight-gradient matmul. Splitting replaces parameters, so build the optimizer afterwards.
     """
     refuse_wrapped(model, "freeze")
     before, slots = survey(model)
@@ -311,7 +311,8 @@ def refuse_wrapped(model: nn.Module, verb: str) -> None:
         if kind := _wrapper(module):
             where = f"the model's `{path}`" if path else "the model"
             raise BadInput(
-                f"{verb}: {where} is already wrapped ({kind}); unwrap it, or {verb} before wrapping"
+                f"{verb}: {where} is already wrapped ({kind}); "
+                f"unwrap it, or call {verb} before wrapping it"
             )
 
 
@@ -341,11 +342,11 @@ def refuse_untouchable(model: nn.Module, slots: Iterable[Slot], verb: str) -> No
             if not parameter.is_floating_point() or not plain:
                 raise BadInput(
                     f"{verb}: {slot.name} is quantised or packed ({parameter.dtype}, "
-                    f"{type(parameter.data).__name__}); {verb} the full-precision model"
+                    f"{type(parameter.data).__name__}); use the full-precision model"
                 )
     for path, module in model.named_modules():
         if type(module).__module__.startswith(_QUANTISED_MODULES):
             raise BadInput(
                 f"{verb}: {path} is quantised ({type(module).__name__}); "
-                f"{verb} the full-precision model"
+                "use the full-precision model"
             )

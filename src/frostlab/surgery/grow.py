@@ -43,7 +43,7 @@ _INSTEAD = 'use init="copy" or init="random"'
 class Trunk:
     """The list of a model's layers, and the model whose config has their number."""
 
-    path: str  # of the list within the model
+    path: str  # path of the list within the model
     layers: nn.ModuleList
     body: Any  # the innermost frostlab or Hugging Face model around the list
 
@@ -62,7 +62,7 @@ class Growth:
     at: int  # the index of the first new layer
     layers: tuple[int, ...]  # the indices of the new layers
     names: tuple[str, ...]  # prefixes of the new layers in the state dict, without the final dot
-    changed: tuple[str, ...]  # existing parts whose values have changed
+    changed: tuple[str, ...]  # existing parameters, or rows of one role, whose values changed
     note: str  # an explanation of the changes, or ""
 
     def __repr__(self) -> str:

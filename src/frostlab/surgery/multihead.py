@@ -13,7 +13,7 @@ from frostlab.roles.parts import Piece, Rows, SlotPieces, Split
 from frostlab.surgery.split import load_pieces, save_pieces
 
 _LETTERS = ("q", "k", "v")
-_ORDER = (  # of nn.MultiheadAttention's parameters
+_ORDER = (  # order of nn.MultiheadAttention's parameters
     "in_proj_weight",
     *(f"{letter}_proj_weight" for letter in _LETTERS),
     "in_proj_bias",

@@ -1,10 +1,12 @@
 """New values for weights: orthonormal rows, per head or per matrix, or random draws.
 
-The orthonormal rows come from the current weights, from a Gaussian draw, or from the identity.
+The orthonormal rows come from the current weights, from a Gaussian draw, or from the identity. A
+part is a parameter, or those of its rows that have one role, such as query.
 
 A Cholesky pass multiplies a matrix X by the inverse Cholesky factor of X·Xᵀ, which makes its rows
 orthonormal up to rounding. `orthonormal` uses one pass for well-conditioned matrices, two passes
-for other matrices, and torch's QR for nearly singular ones and where two passes are not precise.
+for other matrices, and torch's QR for those that are nearly singular or that two passes leave
+imprecise.
 """
 
 import math
@@ -27,7 +29,7 @@ Source = Literal["weights", "gaussian", "identity"]
 
 _ONE_PASS = 16.0  # up to this condition number, one Cholesky pass is precise enough
 _RUN = 512  # columns per partial product in a Gram matrix on a GPU
-_TINY = 1e-12  # with a matrix whose maximum is below this, or above 1 / this, rescale the batch
+_TINY = 1e-12  # a batch is rescaled if a matrix's largest entry is below this or above 1 / this
 _AT_ONCE = 2**28  # elements that a GPU factorises in one batch: 1 GiB of float32
 _SINGULAR = 1e6  # above this condition number, QR replaces Cholesky
 _LIMIT = {torch.float32: 2e-6, torch.float64: 1e-13}  # largest accepted |Q·Qᵀ − I| after two passes
@@ -197,7 +199,8 @@ def _random(part: Part, current: Tensor, origin: Origin) -> Tensor:
             draw *= norm / draw.norm()
         elif origin.std == "orthonormal":
             heads = _stacked(part, draw, origin)  # (heads, size, in)
-            norm = math.sqrt(min(heads.shape[1:]))  # of orthonormal rows, or columns if size > in
+            # the norm of a head with orthonormal rows, or orthonormal columns if size > in
+            norm = math.sqrt(min(heads.shape[1:]))
             draw = (heads * (norm / heads.norm(dim=(1, 2), keepdim=True))).flatten(0, 1)
         else:
             assert isinstance(origin.std, int | float)

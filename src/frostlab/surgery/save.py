@@ -1,9 +1,11 @@
 """Saving and loading of trainable tensors, and export of whole Hugging Face checkpoints.
 
-A delta is a folder with the trainable tensors, the buffers and a manifest, delta.json. Frozen
+A delta is a folder with the trainable tensors, the buffers and a manifest, delta.json. Tensors are
+stored by part: a parameter, or those of its rows that have one role, such as query. Frozen
 weights and the running statistics of frozen BatchNorms are normally not stored: loading keeps the
-model's own values if their fingerprints match the manifest. Otherwise it regenerates weights from
-their recorded origin, or raises an error if there is none.
+model's own values if their fingerprints (a few numbers that identify a tensor) match the manifest.
+Otherwise it regenerates weights from their recorded origin (the call of `orthogonalize` or
+`randomize` that made them), or raises an error if there is none.
 """
 
 import json
@@ -305,10 +307,12 @@ def _check_complete(delta: Delta, parts: dict[str, Part]) -> None:
     stored = delta.tensors.keys() - set(delta.manifest.buffers)
     missing = parts.keys() - stored
     frozen = delta.manifest.frozen.keys()
-    if wrong := sorted((missing - frozen) | (stored - parts.keys())):
+    if absent := sorted(missing - frozen):
+        raise BadInput(f"load_trainable: {delta.folder} has no value for {_shown(absent[0])}")
+    if unknown := sorted(stored - parts.keys()):
         raise BadInput(
-            f"load_trainable: {delta.folder} has no value for {_shown(wrong[0])}, or the model has "
-            "no such part"
+            f"load_trainable: {delta.folder} has a value for {_shown(unknown[0])}, which is not "
+            "in the model"
         )
 
 
@@ -357,7 +361,7 @@ def _frozen_value(part: Part, slot: Slot, record: FrozenPart) -> Tensor | None:
     value = renewed(part, slot, record.origin).to(slot.pieces[0].parameter.dtype)
     if not same_fingerprint(fingerprint(value), wanted):
         raise BadInput(
-            f"load_trainable: {part.key}, regenerated, differs from the values in training; "
+            f"load_trainable: the regenerated values of {part.key} differ from those in training; "
             'load the same base weights, or save with frozen="store"'
         )
     return value

@@ -394,7 +394,7 @@ def _sharded_like(value: Tensor, tensor: Any) -> Tensor:
 
 
 def save_pieces(slots: dict[str, SlotPieces], destination: dict[str, Any], prefix: str) -> None:
-    """Add the fused tensor of each slot to a state dict, under its original name."""
+    """Add each fused tensor (slot), joined from its pieces, to a state dict by its own name."""
     for local, (_, axis, pieces) in slots.items():
         destination[prefix + local] = _sharded_like(join_pieces(pieces, axis), pieces[0].parameter)
 
@@ -408,7 +408,7 @@ def load_pieces(
     missing_keys: list[str],
     error_msgs: list[str],
 ) -> set[str]:
-    """Load each slot from its fused tensor in a state dict; return the keys of all slots."""
+    """Load each fused tensor (slot) of a state dict into its pieces; return the slots' keys."""
     assign = metadata.get("assign_to_params_buffers", False)
     for local, (shape, axis, pieces) in slots.items():
         key = prefix + local

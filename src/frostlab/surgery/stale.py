@@ -75,7 +75,7 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if stale:
         raise StaleOptimizer(
             f"this {type(optimizer).__name__} holds {len(stale)} parameters that freeze or thaw "
-            f"replaced after it was built, such as {stale[0]}; build the optimizer afterwards"
+            f"replaced, such as {stale[0]}; build the optimizer after freeze or thaw"
         )
     ids = {id(parameter) for parameter in parameters}
     _expected[:] = [

@@ -122,7 +122,7 @@ class Stopwatch:
 
 
 def training_seconds(seconds: dict[str, float]) -> float:
-    """Return the total of a dict of seconds by phase, without phases that training waited for."""
+    """Return the seconds of training: the total without the phases that training waited for."""
     left_out = ("total", OVERLAPPED, SETUP)
     waited = sum(spent for name, spent in seconds.items() if name not in left_out)
     return seconds.get("total", 0.0) - waited

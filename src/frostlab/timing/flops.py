@@ -8,8 +8,8 @@ masked half needs half of these FLOPs. A learned table of relative positions cos
 every query with the row of every distance.
 
 The results are bounds, because only matmuls and the optimizer's memory traffic are counted. A step
-that is bound by matmuls gains at most `speed_up`, and at the measured rates of a device, no step
-with Adam takes less than `ceiling_ms`.
+that is bound by matmuls gets at most `speed_up` times as fast, and at the measured rates of a
+device, no step with Adam takes less than `ceiling_ms` (its ceiling on speed).
 """
 
 import time
@@ -45,8 +45,8 @@ CEILING_FORMULA = (
 class StepWork:
     """The work of one training step."""
 
-    flops: float
-    parameters: int  # trainable
+    flops: float  # of matmuls, forward and backward
+    parameters: int  # number of trainable parameters
 
 
 def step_work(model: nn.Module, length: int, tokens: float) -> StepWork:
@@ -199,8 +199,9 @@ class Savings:
 
 
 def savings(anatomy: Anatomy, length: int, *, causal: bool = False) -> Savings:
-    """Compute how much the frozen parts of an anatomy can save on sequences of a given length.
+    """Compute how much a model's frozen parts can save on sequences of a given length.
 
+    `anatomy` describes the parts of the model, and whether each is frozen.
     `causal` assumes causal attention, in a kernel that skips the masked half.
     """
     trainable, possible = anatomy.count("trainable"), anatomy.count("trainable", "frozen")
@@ -229,7 +230,7 @@ def describe_savings(anatomy: Anatomy, length: int) -> Sequence[str]:
 class StepSavings(Savings):
     """The savings of a whole step, with Adam's memory traffic; FLOPs are per step."""
 
-    tokens: float  # per step
+    tokens: float  # tokens per step
     traffic_all: int  # bytes that Adam moves in a step
     traffic: int
 
@@ -282,10 +283,13 @@ def unexplained_gain(
 ) -> str | None:
     """Name the likely cause of a gain that the saved matmuls do not explain; None if they do.
 
+    The gain is the speed-up of an arm (a variant of a recipe) over the baseline.
+
     Args:
         ratio: the arm's time over the baseline's time.
         saved: the savings against the baseline.
-        proven: whether the timing passed its own checks, such as that of the A/A controls.
+        proven: whether the timing passed its own checks, e.g. that copies of the baseline are as
+            fast as the baseline.
         reasons: the checks that failed.
     """
     gain = 1 / ratio.high  # the smallest gain in the interval
@@ -309,15 +313,15 @@ def unexplained_gain(
 class Ceilings:
     """Measured rates of a device, and the vendor's figure for its matmuls."""
 
-    matmul_flops: float  # per second
-    copy_bytes: float  # per second, read and written
+    matmul_flops: float  # FLOPs per second
+    copy_bytes: float  # bytes per second that a copy reads and writes
     how: str  # the matmul and the copy that were timed
-    spec_flops: float | None  # per second; None if the device is not in `_SPEC_FLOPS`
+    spec_flops: float | None  # FLOPs per second; None if the device is not in `_SPEC_FLOPS`
 
     def lower_bounds(self, work: StepWork) -> dict[str, float]:
         """Return lower bounds on the milliseconds of a step's matmuls and of Adam.
 
-        `ceiling_ms` assumes that the two overlap; `serial_ms` assumes that they do not.
+        `ceiling_ms` assumes that the two overlap completely, `serial_ms` that they do not overlap.
         """
         compute = 1e3 * work.flops / self.matmul_flops
         traffic = 1e3 * ADAM_BYTES * work.parameters / self.copy_bytes

@@ -34,9 +34,9 @@ from frostlab.timing.clock import BlockSeconds, Meter
 FEWEST_BUILDS = 4  # with fewer builds, the timing is unproven: it cannot be trusted
 _PLANNED_BUILDS = 6  # builds that should fit into the time
 _BUILDS_BEFORE_WIDTH = 8  # builds before narrow intervals may end the timing
-MOST_BATCHES = 16  # distinct batches; the step is warmed up on the shape of each
-_BUILDS_AFTER_WIDTH = 4  # further builds, since a quiet period can make intervals narrow
-_MOST_BLOCKS = 4  # distinct blocks, and also pairs of rounds per build
+MOST_BATCHES = 16  # the most distinct batches; the step is warmed up on the shape of each
+_BUILDS_AFTER_WIDTH = 4  # further builds after that, since intervals may be narrow only by chance
+_MOST_BLOCKS = 4  # the most distinct blocks, and also the most pairs of rounds per build
 _PROGRESS_EVERY = 10.0  # seconds between progress messages
 _FEWEST_ROUNDS = 3  # rounds of a benchmark before its time limit counts
 _DRIFT = 0.05  # allowed change of the baseline's time between the halves of a measurement
@@ -107,8 +107,11 @@ def _t_quantile(degrees: int, alpha: float) -> float:
 class StopRule:
     """A rule that ends timing a few builds after all intervals are narrow, or when time is up.
 
-    The timing may take twice the time to finish `FEWEST_BUILDS` builds, and has at least two
-    builds.
+    Up to twice the time is allowed for `FEWEST_BUILDS` builds, and there are always two builds.
+
+    Args:
+        seconds: the time limit.
+        width: the relative width below which an interval is narrow.
     """
 
     def __init__(self, seconds: float, width: float) -> None:
@@ -208,7 +211,7 @@ class Rounds:
     controls: tuple[str, ...]  # further copies of the baseline
     blocks: dict[str, list[BlockSeconds]]  # by arm, including the baseline and the controls
     pairs: int = 1  # pairs of rounds per build
-    began: list[float] = field(default_factory=list)  # start of each baseline block, in s
+    began: list[float] = field(default_factory=list)  # when each baseline block started, in s
     starts: list[int] = field(default_factory=list)  # index of the first batch of each round
     seconds: float = 0.0  # duration of the whole measurement
     stopped_by: str = ""  # `width` or `time`
@@ -276,6 +279,7 @@ def interleave_arms(
         controls: names of the further copies of the baseline.
         pairs: pairs of rounds per build.
         seed: random seed for the order of the arms in each round.
+        say: a function that gets progress messages.
     """
     baseline = names[0]
     rounds = Rounds(baseline, tuple(controls), {name: [] for name in names}, pairs)

@@ -93,8 +93,8 @@ def process_group(device: torch.device, train: Train) -> Iterator[World]:
         gpus, enough = torch.cuda.device_count(), torch.cuda.device_count() >= local_world_size()
         if uses_nccl(device) and not enough and train.parallel == "fsdp":
             raise BadInput(
-                f"train.parallel fsdp needs one GPU per process; {local_world_size()} processes "
-                f"share {gpus}: use ddp"
+                f"train.parallel fsdp needs a GPU for each of {local_world_size()} processes, but "
+                f"this machine has {gpus}; use ddp"
             )
         # NCCL refuses two processes on one GPU
         dist.init_process_group("nccl" if uses_nccl(device) and enough else "gloo")

@@ -38,7 +38,7 @@ from frostlab.training.step.objective import Objective
 _FORMAT = 2  # version of cached baseline scores; raise it when the baseline or scoring changes
 _WINDOWS = 32  # the most windows over which electrode importance is averaged
 
-Scores = dict[str, EnvelopeScores]  # by split
+Scores = dict[str, EnvelopeScores]  # scores by split
 
 
 def baseline_scores(signals: Signals) -> Scores:
@@ -71,8 +71,9 @@ def measure_recordings(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Score whole recordings of every reported split; return metrics and a summary.
 
-    Decoded envelopes and scores are written to decoded.npz and scores.json. `window_metrics`
-    holds the loss and the mean Pearson's r of single windows; the metrics include both.
+    The decoded envelopes, those of the heard speech, and the scores are written to decoded.npz,
+    heard.npz and scores.json. `window_metrics` holds the loss and the mean Pearson's r of single
+    windows; the metrics include both.
     """
     ridge, decoded, model = baseline_scores(signals), {}, {}
     for split in reported(signals):
@@ -88,7 +89,13 @@ def measure_recordings(
             for by_name in decoded.values()
             for name, envelope in by_name.items()
         }
+        heard = {
+            recording.name: recording.envelope.astype(np.float32)
+            for split in decoded
+            for recording in signals.splits[split].recordings
+        }
         np.savez(context.folder.path / "decoded.npz", **arrays)  # type: ignore[arg-type]
+        np.savez(context.folder.path / "heard.npz", **heard)  # type: ignore[arg-type]
         text = json.dumps(scores_file(scores, signals.known, signals.caution))
         write_whole(context.folder.path / SCORES, text)
     return recording_metrics(model, ridge, window_metrics), {
@@ -170,7 +177,9 @@ def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
         raise BadInput(f"{folder} is {record.status}; a page needs a finished run")
     recipe = record.recipe
     if recipe.data.task != "envelope":
-        raise BadInput(f"{folder} is a run for {recipe.data.task}; this page is for envelopes")
+        raise BadInput(
+            f"{folder} is a run for {recipe.data.task}; this page is for runs that decode EEG"
+        )
     scores = read_scores(folder)
     signals = prepare(recipe, data_dir)
     assert isinstance(signals, Signals)

@@ -28,13 +28,13 @@ from frostlab.training.treatment import count_parameters
 class Exit:
     """The metrics and cost of a model that ends after one of its layers."""
 
-    layer: int  # from 1
+    layer: int  # number of the layer, counted from 1
     loss: float
     perplexity: float
     token_accuracy: float
     flops: float  # matmul FLOPs of the forward pass per token, including the head
     share: float  # `flops` as a fraction of the whole model's FLOPs
-    parameters: int  # of the embedding, the layers up to this one, the final norm and the head
+    parameters: int  # number in the embedding, the layers up to this one, final norm and head
 
 
 def early_exits(

@@ -1,4 +1,7 @@
-"""The training loop: steps, timing, evaluations, checkpoints and early stopping."""
+"""The training loop: steps, timing, evaluations, checkpoints and early stopping.
+
+A run has one or more stages, sequences of steps that train the same weights.
+"""
 
 import gc
 import math
@@ -49,7 +52,8 @@ from frostlab.training.step.optimizer import optimizer_tensors, rate_at, restore
 from frostlab.training.step_log import Entry, StepLog
 from frostlab.training.treatment import count_parameters
 
-# fewest steps between two evaluations that write histograms; a stage's last step always does
+# Fewest steps between two evaluations that write histograms; at a stage's last step, histograms
+# are always written.
 _HISTOGRAM_STEPS = 100
 
 
@@ -372,7 +376,8 @@ def record_stage(context: RunContext, progress: Progress) -> None:
 def _stage_line(context: RunContext, stage: Stage, counts: dict[str, int]) -> str:
     rates: Any = stage.rates or {"": stage.optim(context.recipe.optim).lr}
     lr = ", ".join(f"{name} {rate:g}".strip() for name, rate in rates.items())
-    added = f"{stage.add.layers} added, " if stage.add else ""
+    layers = 0 if stage.add is None else stage.add.layers
+    added = f"{layers} layer{'s' if layers > 1 else ''} added, " if layers else ""
     return (
         f"stage {context.current.index + 1} of {len(context.stages)}, {stage.name}: {added}"
         f"{counts['trainable']:,} of {counts['total']:,} parameters learn, lr {lr}"

@@ -101,7 +101,7 @@ def run(
         scale: tiny or small: fewer examples, fewer steps and narrower layers; None: the recipe's
             scale. `settings` win over the scale.
         stand_in: use built-in data, a learned tokenizer or random weights in place of a data set, a
-            tokenizer or a pretrained model that cannot be had.
+            tokenizer or a pretrained model that is not available.
         progress: whether to show the progress; None: on a terminal or in a notebook. A
             `Display` shows it on its own screen.
     """
@@ -265,9 +265,9 @@ def _continue(
     model's audit gets the recorded digests of frozen weights.
     """
     recorded, current = RunRecord(path).digests, assembly.current
-    for name in ("data", "weights"):
+    for name, shown in (("data", "data"), ("weights", "initial weights")):
         if getattr(recorded, name) != assembly.digests[name]:
-            raise BadInput(f"--resume: the {name} of {path} have changed since the run began")
+            raise BadInput(f"--resume: the {shown} of {path} have changed since the run began")
     if current.audit is not None:
         current = replace(current, audit=Audit(current.audit.model, recorded.frozen))
     checkpoint, damaged = compute.world.agree(resumable(path))

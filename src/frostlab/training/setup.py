@@ -7,7 +7,9 @@
     feed     = make_feed(current, …)                  the training batches
     step     = make_step(current, …)                  the step, with its optimizer
 
-Runs, later stages, resumed runs and the timed arms (variants) of comparisons use these functions.
+A treatment changes, adapts or freezes weights before training. A stage is a sequence of steps that
+train the same weights. Runs, later stages, resumed runs and the timed arms (variants) of
+comparisons use these functions.
 """
 
 import warnings
@@ -218,7 +220,8 @@ def make_step(
 ) -> EagerStep:
     """Return a stage's step with its optimizer; recipe and device decide the kind of step.
 
-    `watches_inside`: whether gradient flow reads activations of the forward pass.
+    `watches_inside`: whether the measurement of gradient flow (norms of gradients and updates)
+    also reads activations of the forward pass.
     """
     current.objective.train()
     return build_step(
@@ -411,7 +414,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
 def best_checkpoint(folder: Path, progress: Progress) -> Checkpoint:
     """Return the current stage's best checkpoint."""
     if progress.best.step is None:
-        raise FrostlabError(f"no evaluation gave a number for {progress.best.metric}")
+        raise FrostlabError(f"no evaluation gave a finite {progress.best.metric}")
     place = (progress.best.step, progress.stage)
     for checkpoint in checkpoints_in(folder):
         if checkpoint.place == place:
@@ -451,7 +454,7 @@ def best_model(record: RunRecord) -> nn.Module:
     the current stage so far, or the newest if the stage has not been evaluated yet.
     """
     recipe = record.recipe
-    checkpoint = _best_saved(record)
+    checkpoint, is_best = _best_saved(record)
     stages = stages_of(recipe, record.data.splits["train"].examples)[: checkpoint.stage + 1]
     with default_modes(torch.device("cpu")), torch.random.fork_rng(devices=[]):
         model = build_stored(recipe, record.folder)
@@ -462,8 +465,9 @@ def best_model(record: RunRecord) -> nn.Module:
     if finished and state_digest(model) != record.result.weights_digest:
         raise BadInput(f"{checkpoint.folder} does not hold the reported weights")
     if not finished:
+        which = "best weights so far" if is_best else "newest weights"
         warnings.warn(
-            f"{record.folder} has not finished; its best weights so far are used, those of "
+            f"{record.folder} has not finished; its {which} are used, those of "
             f"step {checkpoint.step}",
             UnfinishedRun,
             stacklevel=3,
@@ -471,23 +475,25 @@ def best_model(record: RunRecord) -> nn.Module:
     return model.eval()
 
 
-def _best_saved(record: RunRecord) -> Checkpoint:
+def _best_saved(record: RunRecord) -> tuple[Checkpoint, bool]:
     """Return the checkpoint that a finished run reported, or else the current stage's best one.
 
-    Before the first evaluation of a stage, this is the newest checkpoint.
+    Before the first evaluation of a stage, this is the newest checkpoint, and the second value,
+    whether the checkpoint is the best one, is False.
     """
     saved = {checkpoint.place: checkpoint for checkpoint in checkpoints_in(record.folder)}
     if finished_status(record.folder) == "finished":
         name = record.result.checkpoint
         for checkpoint in saved.values():
             if f"checkpoints/{checkpoint.folder.name}" == name:
-                return checkpoint
+                return checkpoint, True
         raise BadInput(f"{record.folder} has no weights: {name} is missing")
     for checkpoint in reversed(saved.values()):
         if checkpoint.damaged_file(PROGRESS) is None:
             where = checkpoint.folder / PROGRESS
             step = Progress.from_dict(checkpoint.progress(), where).best.step
-            return checkpoint if step is None else saved.get((step, checkpoint.stage), checkpoint)
+            best = None if step is None else saved.get((step, checkpoint.stage))
+            return (checkpoint, False) if best is None else (best, True)
     ended = finished_status(record.folder) == "diverged"
     advice = "train it again" if ended else "continue it with --resume"
     raise BadInput(f"{record.folder} has no weights: the run has no undamaged checkpoint; {advice}")

@@ -1,8 +1,8 @@
 """The stages of a run: their settings, their steps, and the change of the model between them.
 
 Entering a stage adds its layers and sets which weights learn; by default, weights that continue to
-learn keep their optimizer state. A part is a parameter, or some of its rows, with one role, such as
-query; a fixed part is one that the architecture never trains.
+learn keep their optimizer state. A part is a parameter, or those of its rows that have one role,
+such as query; a fixed part is one that the architecture never trains.
 """
 
 import copy
@@ -31,13 +31,14 @@ class Stage:
     """The settings of one stage, a sequence of steps that train the same weights."""
 
     name: str
-    steps: int  # at most
+    steps: int  # most steps; the stage may end earlier by `patience`
     patience: int | None = None  # evaluations without improvement before the stage ends
     # selections of parts to train (None: all); parts that the treatment freezes never learn
     train: tuple[str, ...] | None = None
     add: Add | None = None  # layers to add at the beginning
-    lr: float | None = None  # the highest rate; None: optim.lr
-    rates: Mapping[str, float] = field(default_factory=dict)  # by selection, `new` or `old`
+    lr: float | None = None  # the highest learning rate; None: optim.lr
+    # learning rates of selections, of the newest layers (`new`) and of all others (`old`)
+    rates: Mapping[str, float] = field(default_factory=dict)
     supervise: Supervise = field(default_factory=Supervise)
     keep_state: bool = True  # whether weights that learned before keep their optimizer state
     per_epoch: int = 1  # steps per epoch
@@ -149,7 +150,7 @@ class Entered:
     """The result of entering a stage: its newest layers, and the former names of its tensors."""
 
     new: tuple[str, ...] = ()  # name prefixes of the layers that were added last
-    old_names: dict[str, str] | None = None  # by present names; None if no layer was added
+    old_names: dict[str, str] | None = None  # present name → former name; None: no layer was added
     changed: tuple[str, ...] = ()  # older tensors whose values changed when layers were added
 
     def is_new(self, name: str) -> bool:
@@ -239,10 +240,10 @@ def lr_scales(model: nn.Module, stage: Stage, index: int, entered: Entered) -> d
         name = names[id(slots[part.name].piece_of(part.rows).parameter)]
         other = rate_keys.setdefault(name, key)
         if other != key:
-            raise BadInput(f"{at}: `{other}` and `{key}` share one tensor, {part.name}")
+            raise BadInput(f"{at}: `{other}` and `{key}` set two rates for one tensor, {part.name}")
     for key in stage.rates:
         if key not in rate_keys.values():
-            raise BadInput(f"{at}.{key}: applies to no part that learns in this stage")
+            raise BadInput(f"{at}.{key} applies to no part that learns in this stage")
     assert stage.lr is not None
     return {name: stage.rates[key] / stage.lr for name, key in rate_keys.items()}
 

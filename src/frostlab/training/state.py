@@ -1,4 +1,7 @@
-"""The state of a run: its progress, the model of the current stage, and its fixed context."""
+"""The state of a run: its progress, the model of the current stage, and its fixed context.
+
+A stage is a sequence of steps that train the same weights; most runs have one.
+"""
 
 import math
 from collections.abc import Callable
@@ -62,14 +65,15 @@ class Progress:
     best: Best  # the best evaluation of this stage
     step: int = 0
     stopped_early: bool = False  # whether this stage ran out of patience
-    seconds: dict[str, float] = field(default_factory=dict)  # by phase, and in total
+    seconds: dict[str, float] = field(default_factory=dict)  # seconds by phase, and in total
     epoch_seconds: float = 0.0  # training time in the current epoch
     order: str = ""  # digest of the examples of every step so far, in order
-    target: dict[str, float] | None = None  # step, epoch and seconds when it was reached
+    # step, epoch and seconds at which evaluate.target was reached; None: not yet, or no target
+    target: dict[str, float] | None = None
     last: Metrics = field(default_factory=dict)  # metrics of the last evaluation
     ended: list[StageRecord] = field(default_factory=list)  # records of past stages
     began: float = 0.0  # total seconds of the run when this stage began
-    metrics: Metrics = field(default_factory=dict)  # of this stage's best evaluation
+    metrics: Metrics = field(default_factory=dict)  # metrics of this stage's best evaluation
     # digests of this stage's frozen weights; the first stage's are in digests.json
     frozen: dict[str, str] = field(default_factory=dict)
     flow_start: str | None = None  # sha256 of the file with the weights at this stage's start
@@ -107,7 +111,8 @@ class StageModel:
     entered: Entered  # the layers that were added last, in this stage or an earlier one
     objective: Objective  # the model with its loss
     audit: Audit | None = None  # digests of the frozen weights
-    frozen: FrozenWeights | None = None  # where checkpoints find the frozen weights, if stored
+    # where this stage's checkpoints find its frozen weights; None: in the checkpoints, or not yet
+    frozen: FrozenWeights | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -162,7 +167,7 @@ class RunContext:
     display: Display
     asked_to_stop: Callable[[], bool]  # whether this process got SIGINT or SIGTERM
     current: StageModel  # replaced when a stage begins
-    # writes histograms of weights and gradients at a step; None: no process does
+    # writes histograms of weights and gradients at a step; None: no histograms are written
     histograms: Callable[[int, nn.Module, Gradient], None] | None = None
 
     @property

@@ -38,9 +38,9 @@ class Entry:
     step: int
     outcome: Outcome
     rate: float
-    tokens: int  # read by all processes, without padding; for EEG, samples
+    tokens: int  # tokens that all processes read, without padding; for EEG, samples
     padded: int  # tokens of this process's batches, padding included
-    examples: int  # of all processes
+    examples: int  # examples of all processes
     lap: Lap
     order: str  # digest of the examples of every step up to this one
 

@@ -1,7 +1,7 @@
 """The treatment of a model before training: changed weights, adapters and frozen parts.
 
-Digests of the weights show later which parts a treatment left unchanged. A part is a
-parameter, or some of its rows, with one role, such as query (see `frostlab.roles.parts`).
+Digests of the weights show later which parts a treatment left unchanged. A part is a parameter, or
+those of its rows that have one role, such as query (see `frostlab.roles.parts`).
 """
 
 import hashlib
@@ -215,11 +215,13 @@ def _weights_to_adapt(
     except BadInput as error:
         raise BadInput(f"{_SELECT_KEY}: {error}") from None
     if not chosen:
-        raise BadInput(f"{_SELECT_KEY}: selects only biases; adapters need weights")
+        raise BadInput(f"{_SELECT_KEY}: only biases are selected; adapters need weights")
     keys = {part.key for part in chosen}
     for part in chosen:
         if part.role == "head":
-            raise BadInput(f"{_SELECT_KEY}: {part.name} belongs to the head, which learns fully")
+            raise BadInput(
+                f"{_SELECT_KEY}: {part.name} belongs to the head, which learns without adapters"
+            )
         projection = isinstance(slots[part.name].owner, nn.Linear) or part.axis == 1
         if not part.matmul or not projection or part.ties:
             raise BadInput(
@@ -230,7 +232,7 @@ def _weights_to_adapt(
         if not {other.key for other in sharing} <= keys:
             roles = ", ".join(other.role for other in sharing)
             raise BadInput(
-                f"{_SELECT_KEY}: {part.name} holds {roles} in one; select all of them or none"
+                f"{_SELECT_KEY}: {part.name} holds {roles} together; select all of them or none"
             )
     return chosen
 

@@ -41,8 +41,8 @@ def export_run(record: RunRecord, folder: str | Path) -> Path:
         raise BadInput(f"export: {target} is not empty; choose another folder")
     if record.data.task == "envelope":
         raise BadInput(
-            f"export: {record.folder} decodes EEG with a Conformer, which transformers does not "
-            f"have; `frostlab predict {record.folder.name} FOLDER` uses it here"
+            f"export: {record.folder} decodes EEG with frostlab's Conformer, which no class "
+            f"of transformers can hold; `frostlab predict {record.folder.name} FOLDER` uses it here"
         )
     model, labels = best_model(record), record.data.labels
     merge_adapters(model)
@@ -88,7 +88,7 @@ def _tokenizer(record: RunRecord, model: nn.Module) -> Any:
     if is_own(model) or not wants_types(model):
         names.remove("token_type_ids")
     tokenizer.model_input_names = names
-    tokenizer.init_kwargs["model_input_names"] = names  # or it is not saved
+    tokenizer.init_kwargs["model_input_names"] = names  # else it is not saved
     if record.data.task == "classification":
         tokenizer.model_max_length = record.recipe.data.length
     elif (limit := position_limit(model)) is not None:

@@ -61,7 +61,7 @@ class Prediction:
 class TextLoss:
     """The loss of a language model on a text."""
 
-    tokens: int
+    tokens: int  # number of predicted tokens
     loss: float | None  # mean over the tokens; None for a text without tokens
     perplexity: float | None
 
@@ -219,7 +219,7 @@ def new_file(path: Path, endings: Sequence[str]) -> Iterator[Path]:
         with whole_file(path) as temporary:
             yield temporary
     except OSError as error:
-        raise BadInput(f"--out {path}: cannot be written ({error.strerror})") from None
+        raise BadInput(f"--out {path} cannot be written ({error.strerror})") from None
 
 
 def check_new(path: Path, endings: Sequence[str]) -> None:
@@ -227,7 +227,7 @@ def check_new(path: Path, endings: Sequence[str]) -> None:
     if path.suffix not in endings:
         raise BadInput(f"--out {path}: the name should end in {' or '.join(endings)}")
     if path.exists():
-        raise BadInput(f"--out {path}: exists already; choose another file")
+        raise BadInput(f"--out {path} exists already; choose another file")
     if not path.parent.is_dir():
         raise BadInput(f"--out {path}: there is no folder {path.parent}")
 

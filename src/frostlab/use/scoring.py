@@ -82,7 +82,7 @@ class Evaluation:
     source: str  # where the examples come from
     metrics: dict[str, float]
     n: dict[str, int]  # metric → the number of `unit`s that it is computed from
-    unit: dict[str, str]  # metric → examples, tokens, subjects, windows or decisions
+    unit: dict[str, str]  # metric → examples, tokens, subjects, windows or match decisions
     classes: list[ClassScore] = field(default_factory=list)  # empty without classes
     layers: dict[str, dict[str, float]] = field(default_factory=dict)  # supervised layer → metrics
     # EEG: group of recordings → decoder → summary of its scores, as in result.json
@@ -369,7 +369,8 @@ class _Choice:
             kind = int if name == "evaluation_limit" else str
             if not texts or not all(isinstance(v, kind) and v and v is not True for v in texts):
                 wanted = "a whole number above 0" if kind is int else "a name"
-                raise BadInput(f"data.{name} {settings.get(f'data.{name}')!r:.40} is not {wanted}")
+                given = data if name == "path" and data is not None else settings[f"data.{name}"]
+                raise BadInput(f"data.{name} {given!r:.40} is not {wanted}")
         if values.get("evaluation_limit", 1) < 1:
             raise BadInput("data.evaluation_limit should be at least 1")
         choice = cls(split, **values)

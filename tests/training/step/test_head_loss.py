@@ -198,9 +198,9 @@ def test_targets_that_are_no_class_are_refused(wrong: int) -> None:
 
 def test_what_does_not_fit_together_is_refused() -> None:
     hidden, weight, bias, targets = inputs(11, 4, (10,), layers=2)
-    with pytest.raises(BadInput, match="3 weights for 2"):
+    with pytest.raises(BadInput, match="3 weights are given for 2"):
         head_loss(hidden, weight, targets, weights=[1, 2, 3])
-    with pytest.raises(BadInput, match=r"0 weights for 0"):
+    with pytest.raises(BadInput, match=r"0 weights are given for 0"):
         head_loss([], weight, targets)
     with pytest.raises(BadInput, match=r"targets of \(9,\)"):
         head_loss(hidden, weight, targets[:9])

@@ -18,7 +18,7 @@ _FRONT = (0, 1)  # indices of the front layers
 
 
 def gradient_flow(runs: Runs) -> dict[str, dict[str, Quantity]]:
-    """Return the gradient-flow quantities by arm; empty unless every arm measures them."""
+    """Return the gradient-flow quantities by arm; empty unless every arm's recipe has `watch`."""
     plan = runs.plan
     if any(plan.recipe_of(arm, plan.seeds[0]).watch is None for arm in plan.arms):
         return {}

@@ -64,7 +64,7 @@ def paired_runs(evidence: Evidence, arm: str) -> list[RunSummary]:
 
 
 def _values(evidence: Evidence, arm: str, metric: str) -> dict[int, float]:
-    """Return a metric by seed, of the runs that can be paired."""
+    """Return a metric by seed, of the runs that finished and can be paired."""
     return {
         run.seed: value
         for run in paired_runs(evidence, arm)

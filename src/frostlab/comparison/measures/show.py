@@ -39,9 +39,9 @@ def step_times(evidence: Evidence) -> str:
         f"until {stopped}; all models were built and timed {timing.builds} times. "
         "The A/A controls are more copies of the baseline. The one that differs most from the "
         f"other copies has, with 95 % confidence over all controls, the ratio "
-        f"{ratio_text(timing.control)}. The timing is {proof}. FLOPs allow: the smallest ratio "
-        "that the saved matmuls explain; a remark follows if the whole interval is below it. Peak "
-        "memory is that of the first build and its warm-up."
+        f"{ratio_text(timing.control)}. The timing is {proof}. FLOPs allow: a lower bound on the "
+        "ratio, by the matmuls that are saved; a remark follows if the whole interval is below it. "
+        "Peak memory is that of the first build and its warm-up."
     )
     if timing.notes:
         note += f" Notes: {escaped('; '.join(timing.notes))}."

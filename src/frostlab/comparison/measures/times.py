@@ -1,8 +1,8 @@
-"""Times of the arms: of whole runs, of runs that alternate, and of interleaved steps.
+"""Times of the arms: of the compared runs, of extra whole runs, and of interleaved steps.
 
-An arm is a variant of the compared recipe. The times of whole runs are facts about these runs. Only
-interleaved steps show which arm is faster, so no verdict follows from whole runs, whether they
-alternated or not.
+An arm is a variant of the compared recipe. The extra runs alternate between the arms (rounds).
+Interleaved steps are short blocks of steps that the arms take in turn. Only they show which arm is
+faster, so no verdict follows from whole runs, whether they alternated or not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class ArmTimes:
     epochs: float | None  # of a run; below 1 for runs shorter than an epoch
     per_epoch: Summary | None  # training alone, over all epochs of all runs
     scaled: bool  # whether `per_epoch` is scaled from runs shorter than an epoch
-    per_step: float | None  # of the steps after warm-up in whole runs
+    per_step: float | None  # mean time of a step after warm-up, in the compared runs
     validation: float | None  # a run's evaluations on the split that selects the weights
     evaluation: Summary | None  # one of these evaluations
     evaluations: float | None  # how many a run has
@@ -112,7 +112,7 @@ def whole_run_note(evidence: Evidence) -> str:
     taken = (
         "were trained at different times"
         if evidence.plan.runs
-        else "were taken one after another"
+        else "were trained one after another"
         if evidence.jobs == 1
         else f"shared the machine, up to {evidence.jobs} at a time"
     )

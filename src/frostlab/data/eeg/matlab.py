@@ -24,7 +24,7 @@ SET_SHARE = 8  # bytes beyond MEMORY that are allowed for each byte of a .set an
 SECONDS = 5.0  # time limit for a file; each 10 MB of the file adds a second
 PROGRAM = __file__
 _START = 60.0  # seconds until the second process must be ready
-_PIECE = 1 << 20
+_PIECE = 1 << 20  # the most bytes that are received at once
 
 
 @dataclass(frozen=True)

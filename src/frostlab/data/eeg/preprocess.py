@@ -151,7 +151,7 @@ def resample(x: Array, rate: float, wanted: float, name: str) -> Array:
     if abs(float(ratio) * rate - wanted) > 1e-6 * wanted:
         raise BadInput(
             f"{name} is at {rate:g} Hz, which has no simple ratio to data.rate {wanted:g} Hz; "
-            f"e.g. {rate / 2:g} has"
+            f"set it to e.g. {rate / 2:g}"
         )
     lowered: Array = signal.resample_poly(
         x, ratio.numerator, ratio.denominator, axis=0, padtype="line"

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from frostlab.data.eeg.preprocess import standardize
 from frostlab.data.eeg.recordings import Recording, Store
 from frostlab.recipe.data import SimulatedEEG
+from frostlab.text import counted
 
 Array = NDArray[np.float64]
 SPAN = 0.4  # s, duration of a response
@@ -92,9 +93,12 @@ def write_simulated(data: SimulatedEEG, folder: Path) -> None:
             reference_scores[f"best_r{suffix}"] = mean_r(best.overall for best in bests)
             reference_scores[f"best_linear_r{suffix}"] = mean_r(best.linear for best in bests)
     about = f"simulated, {data.responses} responses, {data.snr:g} dB, seed {data.seed}"
-    origin = {role: f"{about}; {roles.count(role)} of each of {data.subjects}" for role in roles}
+    origin = {
+        role: f"{about}; {counted(roles.count(role), 'recordings')} of each subject trained on"
+        for role in roles
+    }
     if data.unseen:
-        origin["unseen"] = f"{about}; {data.report} of each of {data.unseen} others"
+        origin["unseen"] = f"{about}; {counted(data.report, 'recordings')} of each other subject"
     caution = BOUND if data.responses == "nonlinear" else None
     store.finish(data.rate, BIOSEMI64, origin, reference_scores, caution)
 

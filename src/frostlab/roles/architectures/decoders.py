@@ -9,7 +9,7 @@ from frostlab.roles.architectures.common import GATE_UP, QKV, QKV_PER_HEAD, conf
 from frostlab.roles.description import REFUSED, Description, Entry, Fused, Table, register
 from frostlab.roles.parts import Heads
 
-GPT_EMBEDDINGS: Table = {  # and norms, with the same paths in several models
+GPT_EMBEDDINGS: Table = {  # embeddings and norms, with the same paths in several models
     "wte": "embedding",
     "wpe": "position",
     "ln_f": "norm",

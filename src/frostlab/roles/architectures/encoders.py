@@ -19,7 +19,7 @@ BERT_FEED_FORWARD: Table = {
     "output.dense": "down",
     "output.LayerNorm": "norm",
 }
-BERT_EMBEDDINGS: Table = {  # and the pooler
+BERT_EMBEDDINGS: Table = {  # embeddings and pooler
     "embeddings.word_embeddings": "embedding",
     "embeddings.token_type_embeddings": "embedding",
     "embeddings.position_embeddings": "position",

@@ -15,9 +15,11 @@ from frostlab.data.tokens import Tokens
 from frostlab.devices import prepares_kernels, to_device
 from frostlab.models.attention import Packing
 
-IGNORED = -100  # target of a position without a loss; every other target is a scored target
+# Target of a position without a loss. Every other target of a text is a scored target, and every
+# EEG window counts as one.
+IGNORED = -100
 _POOL = 50  # batches per pool; `epoch_order` sorts the examples of a pool by length
-Rows = NDArray[np.int64]  # indices of examples; an EEG window's is its first sample
+Rows = NDArray[np.int64]  # indices of examples; the index of an EEG window is its first sample
 Order = list[Rows]  # the rows of each batch
 Split = Tokens | Windows
 
@@ -101,7 +103,7 @@ class Batch:
     targets: Tensor  # (B,) classes, or (B, T): next tokens, some of them IGNORED, or envelopes
     examples: int
     tokens: int  # tokens or EEG samples, without padding
-    scored: int  # number of scored targets
+    scored: int  # number of scored targets; for EEG, number of windows
     packing: Packing | None = None  # positions of the examples in a packed row; None: not packed
 
     def to(self, device: torch.device) -> "Batch":
@@ -151,11 +153,13 @@ def collate(
     limit: int | None = None,
     width: int | None = None,
 ) -> Batch:
-    """Return examples as tensors, padded to `width`, or else to the longest of them.
+    """Return examples as tensors, padded to `width` tokens, or else to the longest of them.
 
-    `types` adds token types, which mark the second text of a pair. Without `width`, `limit`
-    rounds the longest length up by `padded_width`. Without rows, the batch is one placeholder that
-    is not scored, so that a process without examples still takes part in the step.
+    With `limit` and without `width`, they are padded to `padded_width(longest, limit)` tokens. For
+    a language model, these numbers count the last token, which is only a target, so its tensors are
+    one narrower. `types` adds token types, which mark the second text of a pair. Without rows, the
+    batch is one placeholder that is not scored, so that a process without examples still takes part
+    in the step.
     """
     has_rows = bool(len(rows))
     rows = rows if has_rows else np.zeros(1, np.int64)
@@ -194,7 +198,7 @@ def collate(
 
 
 class Examples(Protocol):
-    """The examples of a split; a row is an example's index, or the first sample of a window."""
+    """The examples of a split; a row is a text's index, or the first sample of an EEG window."""
 
     def __len__(self) -> int:
         """Return the number of examples in an epoch."""
@@ -222,8 +226,8 @@ class TokenExamples:
     tokens: Tokens
     pad: int  # token id of padding
     types: bool = False  # whether to add token types
-    limit: int | None = None  # the largest padded width; None: the batch's longest example
-    width: int | None = None  # the width of every batch; None: by the batch's longest example
+    limit: int | None = None  # see `collate`
+    width: int | None = None  # see `collate`
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -43,7 +43,8 @@ class Prefix:
     starts: NDArray[np.int64]  # each example's first row in the table
     dtype: torch.dtype  # dtype of the layers' outputs; the table's may be narrower
     weights: tuple[Tensor, ...]  # buffers, and frozen weights that must stay frozen
-    facts: dict[str, Any]  # place, size, depth and reuse of the table, for the run's record
+    # for the run's record: where the table is, its depth and size, and whether it was reused
+    facts: dict[str, Any]
 
     def check(self) -> None:
         """Raise an error if one of `weights` was thawed, because the table may then be wrong."""
@@ -236,7 +237,8 @@ def cached_table(
     except OSError as error:
         reason = error.strerror or error
         raise BadInput(
-            f"the cache {parent} cannot be written: {reason}; set FROSTLAB_CACHE to another folder"
+            f"the cache {parent} cannot be read or written: {reason}; set FROSTLAB_CACHE to "
+            "another folder"
         ) from error
 
 

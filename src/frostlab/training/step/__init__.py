@@ -101,7 +101,7 @@ def build_step(
 def _bf16_copies(model: nn.Module) -> Bf16Copies | None:
     """Return bf16 copies of weights, or None if there is nothing to copy.
 
-    Also return None if a trainable parameter is not contiguous float32, as their optimizer needs.
+    Also return None if a trainable parameter is not contiguous float32, as `KernelAdamW` requires.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if any(p.dtype != torch.float32 or not p.is_contiguous() for p in trainable):

@@ -1,6 +1,6 @@
 """The step with compiled layers; on CUDA, linear maps of the same input are joined into one.
 
-Layers that cannot be compiled run eagerly, and the step's `reason` says why.
+If compiling fails, all layers run eagerly, and the step's `reason` says why.
 """
 
 import operator
@@ -77,7 +77,7 @@ class CompiledStep(EagerStep):
 
     def _guarded_state(self) -> tuple[Any, ...]:
         """Return the state that compiled or captured code depends on, e.g. which weights learn."""
-        # the supervision determines which weights get a gradient
+        # the supervision (which layers have a loss) determines which weights get a gradient
         supervision = getattr(self.objective, "supervision", None)
         trainable = (p.requires_grad for p in self._all_parameters)
         return (changes(self.objective), self.objective.training, supervision, *trainable)
@@ -106,7 +106,10 @@ def shape_key(parts: list[Batch]) -> Any:
 
 
 def compile_layers(objective: nn.Module) -> None:
-    """Compile every layer separately: equal layers share the compiled code, which saves time."""
+    """Compile every layer separately: equal layers share the compiled code, which saves time.
+
+    A model whose layers are not known is compiled as a whole.
+    """
     for module in objective.modules():
         if isinstance(module, Objective):
             for block in blocks(module.model) or [module.model]:

@@ -41,7 +41,7 @@ class Outcome:
 
     @property
     def loss(self) -> Tensor:
-        """Return this process's summand of the mean loss over all scored targets."""
+        """Return this process's summand of the mean loss over all targets that have a loss."""
         return self.values[0]
 
     @property
@@ -94,7 +94,8 @@ class EagerStep:
     def __call__(self, parts: list[Batch], scored: int, rate: float) -> Outcome:
         """Take a step over this process's micro-batches.
 
-        `scored` is the number of scored targets in all processes, `rate` the learning rate.
+        `scored` is the number of targets that have a loss (for EEG, of windows), in all processes;
+        `rate` is the learning rate.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)

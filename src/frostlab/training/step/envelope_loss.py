@@ -134,6 +134,11 @@ def _check(
         raise BadInput(
             f"envelope_loss: scales {tuple(chosen)} must be one or more positive numbers"
         )
+    if prediction.shape[1] < 2:
+        raise BadInput(
+            f"envelope_loss: a window of {prediction.shape[1]} samples has no correlation; "
+            "the least is 2"
+        )
     if prediction.shape[1] < 2 * max(chosen):
         raise BadInput(
             f"envelope_loss: a window of {prediction.shape[1]} samples leaves fewer than two at "

@@ -34,12 +34,12 @@ def head_loss(
     weights: Sequence[float] | None = None,
     ignore: int = IGNORED,
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy of a linear head on one or several supervised layers.
+    """Return the summed cross-entropy of a linear head after one layer, or after each of several.
 
     `hidden` is the head's input after one layer, (…, width), or a list for several layers;
     `weight` is (vocabulary, width) and `targets` is (…). Return the sum of the layers' losses, each
-    times its entry of `weights`, and each layer's loss without gradient. Only tensors that require
-    a gradient get one.
+    times its entry of `weights` (1 by default), and each layer's loss without gradient. Tokens with
+    the target `ignore` have no loss. Only tensors that require a gradient get one.
     """
     layers = [hidden] if isinstance(hidden, Tensor) else list(hidden)
     factors = [1.0] * len(layers) if weights is None else [float(w) for w in weights]
@@ -63,13 +63,15 @@ def _check(
 ) -> None:
     """Refuse shapes that do not fit together."""
     if not layers or len(factors) != len(layers):
-        raise BadInput(f"{len(factors)} weights for {len(layers)} supervised layers")
+        raise BadInput(f"head_loss: {len(factors)} weights are given for {len(layers)} layers")
     shapes = {tuple(layer.shape) for layer in layers}
     if shapes != {(*targets.shape, weight.shape[-1])}:
         expected = f"targets of {tuple(targets.shape)} and a head of {tuple(weight.shape)}"
-        raise BadInput(f"hidden states of {sorted(shapes)} do not fit {expected}")
+        raise BadInput(f"head_loss: hidden states of {sorted(shapes)} do not fit {expected}")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise BadInput(f"a bias of {tuple(bias.shape)} for a head of {tuple(weight.shape)}")
+        raise BadInput(
+            f"head_loss: a bias of {tuple(bias.shape)} does not fit a head of {tuple(weight.shape)}"
+        )
 
 
 class _HeadLoss(torch.autograd.Function):

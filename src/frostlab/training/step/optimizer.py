@@ -177,7 +177,7 @@ class KernelAdamW(torch.optim.AdamW):
         self.copies = copies
         # tables of the graph that is being recorded, and their values
         self._unfilled: list[tuple[Tensor, list[int]]] = []
-        self._spare_tables: list[Tensor] = []  # for the next graph
+        self._spare_tables: list[Tensor] = []  # empty tables for the next graph
         self._layouts: dict[Any, list[Tensor]] = {}  # results of `_block_layout`
 
     def zero_grad(self, set_to_none: bool = True) -> None:
