@@ -102,7 +102,10 @@ def test_files_and_export(place: Path, in_this_process: Command, tmp_path: Path)
     run = place / "runs" / "one"
     assert (run / "exits.json").exists()
     assert (run / "flow" / "flow.html").exists()
+    assert in_this_process("report", str(run)).returncode == 0
+    assert {"report.html", "report.md", "figures", "tables"} <= {p.name for p in run.iterdir()}
     assert unmarked_files(run) == []
+    assert in_this_process("verify", str(run)).returncode == 0
     assert in_this_process("export", "one", str(tmp_path / "model"), *runs).returncode == 0
     assert is_marked((tmp_path / "model" / "README.md").read_text())
     assert [path.name for path in (place / "board").iterdir()] == ["tiny-stand-in"]
@@ -111,6 +114,15 @@ def test_files_and_export(place: Path, in_this_process: Command, tmp_path: Path)
     assert is_marked(repr(fl.load_run(run)))
     saved = fl.load_flow(run).save(tmp_path / "flow.json")
     assert is_marked(str(fl.load_flow(saved).table()))
+
+
+def test_the_report_of_an_unfinished_run(
+    place: Path, in_this_process: Command, tmp_path: Path
+) -> None:
+    shutil.copytree(place / "runs" / "two", tmp_path / "two")
+    (tmp_path / "two" / "result.json").unlink()
+    assert in_this_process("report", str(tmp_path / "two")).returncode == 0
+    assert is_marked((tmp_path / "two" / "report.html").read_text())
 
 
 def test_run_names_the_option_and_then_says_what_it_did(
