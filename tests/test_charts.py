@@ -65,6 +65,18 @@ def test_a_drawing_that_can_act_is_refused(inside: str) -> None:
         checked_svg(f"{bomb}{HEAD}&a;</svg>", "name")
 
 
+def test_a_second_drawing_is_the_same() -> None:
+    pytest.importorskip("vl_convert")
+    spec = {
+        "data": {"values": [{"x": 1}, {"x": 2}]}, "mark": {"type": "point", "clip": True},
+        "encoding": {"x": {"field": "x", "type": "quantitative"}},
+    }  # fmt: skip
+    first = svg(spec, "name")
+    assert 'id="name-clip0"' in first
+    assert "url(#name-clip0)" in first
+    assert svg(spec, "name") == first
+
+
 def test_ids_and_tooltips() -> None:
     drawing = checked_svg(
         f'{HEAD}<defs><clipPath id="clip0"/></defs>'

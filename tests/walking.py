@@ -92,7 +92,7 @@ def _wrong(page: Path, cell: dict[str, str | None], text: str, files: dict[str, 
     path = PurePosixPath(file)
     if path.is_absolute() or ".." in path.parts:
         return f"{where} is outside the folder"
-    if unquote(cell.get("href") or "").partition("#")[0] != file:
+    if unquote((cell.get("href") or "").partition("#")[0]) != file:
         return f"{where} links to {cell.get('href')}"
     if file not in files:
         try:

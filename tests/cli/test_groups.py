@@ -29,11 +29,14 @@ def test_a_group_is_compared_shown_judged_and_verified(
     assert "Caution: selected on the reporting split." in done.stdout
     assert "\nNot as published: train.steps 3 → 2.\n" in done.stdout
     assert "random: confounded by optim.lr 0.003 → 0.01" in done.stdout
-    assert done.stdout.endswith("page: comparisons/mine-as-published/summary.md\n")
     folder = "comparisons/mine-as-published"
-    for shown in (["show", folder], ["show", "mine-as"], ["judge", folder]):
-        again = in_this_process(*shown)
-        assert again.stdout == done.stdout, shown
+    summary, _, report = done.stdout.rpartition("report: ")
+    assert summary.endswith(f"page: {folder}/summary.md\n")
+    assert report == f"{folder}/report.html\n"
+    assert in_this_process("judge", folder).stdout == done.stdout
+    for name in (folder, "mine-as"):
+        assert in_this_process("show", name).stdout == summary
+    assert Path(folder, "random", "report.html").is_file()
     verified = in_this_process("verify", "comparisons")
     assert verified.stdout == "1 checked; all files are as they were written\n"
     member = in_this_process("show", "mine-as-published/random")

@@ -18,10 +18,10 @@ MARKS = ("scale tiny", "stand-in")
 # Files of a run or a comparison without results; steps.json is read by later calls only.
 UNMARKED = {
     "data.json", "digests.json", "environment.json", "manifest.json", "annotations.json",
-    "steps.json",
+    "steps.json", "report.json",
 }  # fmt: skip
 FOLDERS = {"model", "tokenizer", "checkpoints"}
-BINARY = {".npz", ".png", ".lock"}
+BINARY = {".npz", ".png", ".pdf", ".lock"}
 # Commands that show no number of a run, and those whose marks other tests look for.
 WITHOUT_NUMBERS = {"recipes", "inspect", "note", "tag", "clean", "verify", "bench", "data"}
 SETTINGS = {"train.steps": 2, "model.layers": 1, "watch.every_n_steps": 1}
@@ -102,7 +102,10 @@ def test_files_and_export(place: Path, in_this_process: Command, tmp_path: Path)
     run = place / "runs" / "one"
     assert (run / "exits.json").exists()
     assert (run / "flow" / "flow.html").exists()
+    assert in_this_process("report", str(run)).returncode == 0
+    assert {"report.html", "report.md", "figures", "tables"} <= {p.name for p in run.iterdir()}
     assert unmarked_files(run) == []
+    assert in_this_process("verify", str(run)).returncode == 0
     assert in_this_process("export", "one", str(tmp_path / "model"), *runs).returncode == 0
     assert is_marked((tmp_path / "model" / "README.md").read_text())
     assert [path.name for path in (place / "board").iterdir()] == ["tiny-stand-in"]
@@ -111,6 +114,15 @@ def test_files_and_export(place: Path, in_this_process: Command, tmp_path: Path)
     assert is_marked(repr(fl.load_run(run)))
     saved = fl.load_flow(run).save(tmp_path / "flow.json")
     assert is_marked(str(fl.load_flow(saved).table()))
+
+
+def test_the_report_of_an_unfinished_run(
+    place: Path, in_this_process: Command, tmp_path: Path
+) -> None:
+    shutil.copytree(place / "runs" / "two", tmp_path / "two")
+    (tmp_path / "two" / "result.json").unlink()
+    assert in_this_process("report", str(tmp_path / "two")).returncode == 0
+    assert is_marked((tmp_path / "two" / "report.html").read_text())
 
 
 def test_run_names_the_option_and_then_says_what_it_did(

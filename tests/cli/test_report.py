@@ -38,6 +38,12 @@ def test_it_prints_the_page_and_verify_does_not_mind(
     assert in_this_process("verify", str(folder)).returncode == 0
     (folder / "report.html").write_text("changed")  # derived, so not a record
     assert in_this_process("verify", str(folder)).returncode == 0
+    left = folder / ".report.0123.tmp" / "new"  # by a killed process
+    left.mkdir(parents=True)
+    (left / "report.html").write_text("half")
+    assert in_this_process("verify", str(folder)).returncode == 0
+    assert in_this_process("report", str(folder)).returncode == 0
+    assert not left.exists()
     (folder / "other.html").write_text("added")
     assert in_this_process("verify", str(folder)).returncode == 1
 

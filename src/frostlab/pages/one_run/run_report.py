@@ -52,6 +52,7 @@ def document(folder: Path, language: str) -> Document:
         sections=tuple(sections),
         language=language,
         problems=tuple(run.problems),
+        caution=read_run(folder).caution,
     )
 
 
@@ -113,6 +114,8 @@ def _alarms(run: OneRun) -> Iterator[Paragraph]:
         summary = read_run(run.folder)
         reason = f": {plain(summary.error)}" if summary.error else ", so it has no result yet"
         yield words(f"{_ENDS.get(summary.status, 'The run has not finished')}{reason}.", alarm=True)
+        if summary.caution:
+            yield words(f"Caution: {plain(summary.caution)}.", alarm=True)
     elif status != "finished":
         yield words(f"{_ENDS[status]}: ", run.cell("error", format="text"), ".", alarm=True)
     if run.value("caution"):

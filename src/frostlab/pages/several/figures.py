@@ -17,7 +17,7 @@ from frostlab.pages.figures import WIDTH, arm_colour, arm_shape, toggled
 from frostlab.text import plain
 
 _MEAN = "mean"  # label of the row of means
-_MOST_COLUMNS = 6  # arms in a table of comparisons × arms
+_COLUMNS = 6  # arms in a table of comparisons × arms
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Several:
 
 def is_dense(effects: int, comparisons: int, arms: int) -> bool:
     """Return whether a table or figure of comparisons × arms is mostly filled."""
-    return arms <= _MOST_COLUMNS and 2 * effects >= comparisons * arms
+    return arms <= _COLUMNS and 2 * effects >= comparisons * arms
 
 
 def in_brackets(shortcomings: Sequence[str]) -> str:

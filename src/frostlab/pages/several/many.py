@@ -34,7 +34,7 @@ from frostlab.text import NONE, plain
 Row = tuple[str | Cell, ...]
 _PAGE = "report.html"
 _JUDGED = ("better", "worse", "no difference found")  # verdicts
-_MOST_ITEMS = 12  # effects that the first screen lists
+_ITEMS = 12  # effects that the first screen lists
 
 
 # The page
@@ -90,7 +90,7 @@ def _first_screen(several: Several) -> list[Block]:
             item(f"{plain(member.name)}, {plain(arm)}: ",
                  several.cell(member, "verdicts", arm, format="verdict"), ".")
             for member, arm in effects
-            if len(effects) <= _MOST_ITEMS
+            if len(effects) <= _ITEMS
         ]  # fmt: skip
     blocks += _doubts(several)
     return [*blocks, *effect_figures(several)]
