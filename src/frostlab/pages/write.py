@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from frostlab import __version__
-from frostlab.charts import figure_files, require_drawing, themed
+from frostlab.charts import figure_files, require_drawing, still
 from frostlab.errors import BadInput, FrostlabError, nearest
 from frostlab.pages import compared, many, several, unfinished
 from frostlab.pages.compared import EVIDENCE
@@ -117,10 +117,11 @@ def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 def _files(document: Document) -> dict[str, bytes]:
     """Return the content of every file of a report, by its path in the folder."""
-    files = {PAGE: page(document).encode(), RECORD: markdown(document).encode()}
-    for figure in document.figures:
-        for ending, data in figure_files(themed(figure.chart, in_page=False)).items():
-            files[f"figures/{figure.name}.{ending}"] = data
+    drawings = {figure.name: still(figure.chart) for figure in document.figures}
+    files = {PAGE: page(document, drawings).encode(), RECORD: markdown(document).encode()}
+    for figure, drawing in drawings.items():
+        for ending, data in figure_files(drawing).items():
+            files[f"figures/{figure}.{ending}"] = data
     for name, data in table_files(document).items():
         files[f"tables/{name}"] = data
     for name, value in document.records.items():
