@@ -43,6 +43,7 @@ _ATTRIBUTES = frozenset({
     "stroke-width", "text-anchor", "transform", "viewBox", "width", "x", "x1", "x2", "y", "y1",
     "y2",
 })  # fmt: skip
+PARTS = ("layer", "hconcat", "vconcat", "concat")  # of a specification
 _NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 
@@ -92,10 +93,45 @@ def png(spec: dict[str, Any], scale: float) -> bytes:
     return _compressed(_draw("png", spec, scale=scale))
 
 
-def figure_files(spec: dict[str, Any], scale: float = 2) -> dict[str, bytes]:
-    """Draw a specification once, and return it as SVG, PNG and PDF files, by ending."""
+def still(chart: Any) -> str:
+    """Draw a chart or its specification as SVG on white, without what only a live chart needs.
+
+    If it can be zoomed, its marks are clipped, which a still picture does not need: its axes show
+    all of them. Clipping takes most of the time of turning SVG into PNG.
+    """
+    spec = themed(chart, in_page=False)
+    if _has_zoom(spec):
+        spec = _unclipped(spec)
+    return str(_draw("svg", spec))
+
+
+def _has_zoom(spec: dict[str, Any]) -> bool:
+    members = [member for key in PARTS for member in spec.get(key, [])]
+    own = any(param.get("bind") == "scales" for param in spec.get("params", []))
+    return own or any(map(_has_zoom, members))
+
+
+def _unclipped(spec: dict[str, Any]) -> dict[str, Any]:
+    spec = dict(spec)
+    if isinstance(spec.get("mark"), dict):
+        spec["mark"] = {key: value for key, value in spec["mark"].items() if key != "clip"}
+    if "params" in spec:
+        spec["params"] = [param for param in spec["params"] if param.get("bind") != "scales"]
+    for key in PARTS:
+        if key in spec:
+            spec[key] = list(map(_unclipped, spec[key]))
+    return spec
+
+
+def page_svg(drawing: str, name: str) -> Markup:
+    """Return a drawing of `still` for a page, in the page's own colours of text and background."""
+    drawing = drawing.replace('fill="white"', 'fill="transparent"', 1)  # the background comes first
+    return checked_svg(drawing.replace(f'"{_INK}"', '"currentColor"'), name)
+
+
+def figure_files(drawing: str, scale: float = 2) -> dict[str, bytes]:
+    """Return a drawing of `still` as SVG, PNG and PDF files, by ending."""
     _, vl_convert = require_drawing("drawing a chart")
-    drawing = _draw("svg", spec)
     return {
         "svg": drawing.encode(),
         "png": vl_convert.svg_to_png(drawing, scale=scale),

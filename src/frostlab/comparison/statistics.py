@@ -14,7 +14,6 @@ from functools import cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special
-from scipy.optimize import brentq
 
 from frostlab.errors import BadInput
 
@@ -442,6 +441,8 @@ def could_have_found(n: int, alpha: float) -> float:
 
 def _root(excess: Callable[[float], float]) -> float:
     """Return where an increasing function that starts below 0 crosses 0."""
+    from scipy.optimize import brentq  # imported here because it is slow to import
+
     high = 1.0
     while excess(high) < 0:
         high *= 2

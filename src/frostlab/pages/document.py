@@ -8,7 +8,7 @@ Content-Security-Policy allows no request, and no script but these two.
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from importlib.resources import files
@@ -18,7 +18,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from frostlab.charts import PALETTE, cleaned, label, require_drawing, svg, themed
+from frostlab.charts import PALETTE, cleaned, label, page_svg, require_drawing, still, themed
 from frostlab.html import environment
 from frostlab.pages.content import Block, Document, Figure, Paragraph, Table
 from frostlab.pages.languages import translated
@@ -27,8 +27,10 @@ from frostlab.storage import build_once, cache_folder
 _BUNDLE = "vega.js"
 
 
-def page(document: Document) -> str:
-    """Return the HTML of a report."""
+def page(document: Document, drawings: Mapping[str, str] | None = None) -> str:
+    """Return the HTML of a report; `drawings` are its figures drawn by `still`, by name."""
+    if drawings is None:
+        drawings = {figure.name: still(figure.chart) for figure in document.figures}
     scripts = [vega(), _file("report.js")]
     hashes = " ".join(f"'sha256-{_hash(script)}'" for script in scripts)
     policy = (
@@ -45,7 +47,7 @@ def page(document: Document) -> str:
         {
             "name": section.name,
             "title": translated(section.title, language),
-            "blocks": _blocks(section.blocks, language),
+            "blocks": _blocks(section.blocks, language, drawings),
         }
         for section in document.sections
     ]
@@ -53,9 +55,9 @@ def page(document: Document) -> str:
     return template.render(
         title=document.title, about=document.about, language=language, arms=arms,
         switch=translated("light or dark", language),
-        first=_blocks(document.first, language), sections=sections, problems=document.problems,
-        policy=policy, style=Markup(_file("report.css")), vega=Markup(scripts[0]),
-        script=Markup(scripts[1]),
+        first=_blocks(document.first, language, drawings), sections=sections,
+        problems=document.problems, policy=policy, style=Markup(_file("report.css")),
+        vega=Markup(scripts[0]), script=Markup(scripts[1]),
     )  # fmt: skip
 
 
@@ -68,7 +70,9 @@ def _file(name: str) -> str:
     return files("frostlab.pages").joinpath(name).read_text(encoding="utf-8")
 
 
-def _blocks(blocks: Sequence[Block], language: str) -> list[dict[str, Any]]:
+def _blocks(
+    blocks: Sequence[Block], language: str, drawings: Mapping[str, str]
+) -> list[dict[str, Any]]:
     """Return the template's values of blocks; items in succession become one list."""
     listed = groupby(blocks, lambda block: isinstance(block, Paragraph) and block.item)
     return [
@@ -77,21 +81,20 @@ def _blocks(blocks: Sequence[Block], language: str) -> list[dict[str, Any]]:
         for values in (
             [{"kind": "list", "entries": list(members)}]
             if is_list
-            else (_block(member, language) for member in members)
+            else (_block(member, language, drawings) for member in members)
         )
     ]
 
 
-def _block(block: Block, language: str) -> dict[str, Any]:
+def _block(block: Block, language: str, drawings: Mapping[str, str]) -> dict[str, Any]:
     values = {field.name: getattr(block, field.name) for field in fields(block)}
     if isinstance(block, Table):
         values["numeric"] = block.numeric
     if isinstance(block, Figure):
         values["title"] = translated(block.title, language)
         values["caption"] = translated(block.caption, language)
-        spec = themed(block.chart, in_page=True)
-        values["svg"] = svg(spec, block.name)
-        values["spec"] = _data(cleaned(spec))
+        values["svg"] = page_svg(drawings[block.name], block.name)
+        values["spec"] = _data(cleaned(themed(block.chart, in_page=True)))
     return values | {"kind": type(block).__name__.lower()}
 
 

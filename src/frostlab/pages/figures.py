@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, cast
 
-from frostlab.charts import GREY, LABEL, PALETTE, RED, SHAPES, require_drawing
+from frostlab.charts import GREY, LABEL, PALETTE, PARTS, RED, SHAPES, require_drawing
 
 Rows = Sequence[dict[str, Any]]
 _Values = ParamSpec("_Values")
@@ -66,22 +66,21 @@ def arm_rows(arms: Sequence[str]) -> Any:
                                **_NAMES))  # fmt: skip
 
 
-def toggled(chart: Any) -> Any:
-    """Return a chart that leaves out the rows of the arms that the reader switched off."""
-    return _filtered(chart.copy()).add_params(_altair().param(name="hidden_arms", value=[]))
+def toggled(chart: Any) -> dict[str, Any]:
+    """Return a chart's specification, which leaves out the arms that the reader switched off."""
+    spec: dict[str, Any] = chart.to_dict(validate=False)
+    _filter_arms(spec)
+    spec["params"] = [*spec.get("params", []), {"name": "hidden_arms", "value": []}]
+    return spec
 
 
-def _filtered(chart: Any) -> Any:
-    """Filter every part of a chart, because a part with data of its own ignores the whole's."""
-    alt = _altair()
-    parts = {
-        alt.LayerChart: "layer", alt.HConcatChart: "hconcat", alt.VConcatChart: "vconcat",
-        alt.ConcatChart: "concat",
-    }.get(type(chart))  # fmt: skip
-    if parts is None:
-        return chart.transform_filter(_IS_SHOWN)
-    chart[parts] = [_filtered(part.copy()) for part in chart[parts]]
-    return chart
+def _filter_arms(spec: dict[str, Any]) -> None:
+    """Filter every part, because one with data of its own ignores a filter of the whole."""
+    parts = [part for key in PARTS for part in spec.get(key, [])]
+    for part in parts:
+        _filter_arms(part)
+    if not parts:
+        spec["transform"] = [*spec.get("transform", []), {"filter": _IS_SHOWN}]
 
 
 def _finished(chart: Any, **rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -89,7 +88,7 @@ def _finished(chart: Any, **rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
     Data are added last, because Altair copies them at every call.
     """
-    spec: dict[str, Any] = toggled(chart).to_dict(validate=False)
+    spec = toggled(chart)
     spec["datasets"] = {name: list(members) for name, members in rows.items()}
     return spec
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from frostlab import __version__
-from frostlab.charts import RED, figure_files, require_drawing, themed
+from frostlab.charts import RED, figure_files, require_drawing, still, themed
 from frostlab.errors import BadInput, FrostlabError, nearest
 from frostlab.experiments import collection
 from frostlab.pages import compared, unfinished
 from frostlab.pages.compared import EVIDENCE
-from frostlab.pages.content import Document
+from frostlab.pages.content import Document, Figure
 from frostlab.pages.document import page
 from frostlab.pages.languages import LANGUAGES
 from frostlab.pages.one_run import run_report
@@ -122,10 +122,13 @@ def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 def _files(document: Document) -> dict[str, bytes]:
     """Return the content of every file of a report, by its path in the folder."""
-    files = {PAGE: page(document).encode(), RECORD: markdown(document).encode()}
+    drawings = {figure.name: still(figure.chart) for figure in document.figures}
+    files = {PAGE: page(document, drawings).encode(), RECORD: markdown(document).encode()}
     for figure in document.figures:
-        spec = _with_caution(themed(figure.chart, in_page=False), figure.title, document.caution)
-        for ending, data in figure_files(spec).items():
+        drawing = drawings[figure.name]
+        if document.caution is not None:
+            drawing = still(_with_caution(figure, document.caution))
+        for ending, data in figure_files(drawing).items():
             files[f"figures/{figure.name}.{ending}"] = data
     for name, data in table_files(document).items():
         files[f"tables/{name}"] = data
@@ -134,11 +137,10 @@ def _files(document: Document) -> dict[str, bytes]:
     return files
 
 
-def _with_caution(spec: dict[str, Any], title: str, caution: str | None) -> dict[str, Any]:
+def _with_caution(figure: Figure, caution: str) -> dict[str, Any]:
     """Return a chart with the caution below its title, because figures are shown alone, too."""
-    if caution is None:
-        return spec
-    own = spec.get("title") or title
+    spec = themed(figure.chart, in_page=False)
+    own = spec.get("title") or figure.title
     own = dict(own) if isinstance(own, dict) else {"text": own}
     lines = wrapped(f"Caution: {plain(caution)}", _LINE, indent="")
     return spec | {"title": own | {"subtitle": lines, "subtitleColor": RED, "anchor": "start"}}

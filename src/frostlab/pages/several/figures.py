@@ -181,4 +181,4 @@ def effects_by_comparison(
         strokeDash=[5, 4], strokeWidth=1.5, stroke=GREY
     ).encode(x=alt.X("zero:Q", title=title))  # fmt: skip
     layers = alt.layer(zero, interval, whole.encode(**mark), hollow.encode(**mark))
-    return toggled(layers).properties(width=WIDTH, height=height)
+    return toggled(layers.properties(width=WIDTH, height=height))
