@@ -141,11 +141,13 @@ class Tab:
 
     @property
     def problems(self) -> list[Any]:
-        """Messages on the console, exceptions and violations of the page's policy."""
-        return self.events(
-            "Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded",
-            "Audits.issueAdded",
-        )  # fmt: skip
+        """Errors on the console, exceptions and violations of the page's policy.
+
+        Warnings of the chart library are not errors.
+        """
+        console = self.events("Runtime.consoleAPICalled")
+        other = self.events("Runtime.exceptionThrown", "Log.entryAdded", "Audits.issueAdded")
+        return [event for event in console if event["type"] in ("error", "assert")] + other
 
     @property
     def requests(self) -> list[str]:

@@ -241,6 +241,7 @@ def test_texts_of_records_stay_text(browser: Browser, reported: Path, tmp_path: 
         path = tmp_path / file
         path.write_text(path.read_text().replace('"oelm"', json.dumps(name)))
     values = json.loads((tmp_path / "evidence.json").read_text())
+    values["oelm"] = values.pop(name)  # the key of the OELM arm's name
     values["plan"]["about"] = values["caution"] = evil
     values["verdicts"][name]["notes"] = [evil]
     (tmp_path / "evidence.json").write_text(json.dumps(values))
