@@ -72,8 +72,8 @@ def test_a_second_drawing_is_the_same() -> None:
         "encoding": {"x": {"field": "x", "type": "quantitative"}},
     }  # fmt: skip
     first = svg(spec, "name")
-    assert 'id="name-clip0"' in first
-    assert "url(#name-clip0)" in first
+    assert 'id="name-id0"' in first
+    assert "url(#name-id0)" in first
     assert svg(spec, "name") == first
 
 

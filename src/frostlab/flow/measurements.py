@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frostlab.errors import BadInput, first_line, nearest, require
-from frostlab.records.folder import RunRecord
+from frostlab.records.folder import RunRecord, effective, read_events
 from frostlab.records.schema import (
     EvaluationEvent,
     Event,
@@ -307,7 +307,7 @@ def load_flow(run_or_path: RunRecord | str | Path, stage: str | None = None) -> 
 def flows_of(folder: str | Path) -> dict[str, Flow]:
     """Return the flow of each watched stage of a finished or running run, by stage name."""
     path = Path(folder)
-    events = RunRecord(path).events()
+    events = effective(read_events(path / "events.jsonl", ("step", "epoch", "checkpoint")))
     if not events:
         raise BadInput(f"load_flow: {path} is not a run: it has no events")
     where = f"load_flow: the flow in {path}/events.jsonl"

@@ -498,7 +498,9 @@ def _heat_maps(compared: "Compared") -> list[Figure]:
 
 
 def _last_flow(compared: "Compared", run: RunSummary) -> Flow | None:
-    flows = flows_of(compared.folder / run.folder)
+    """Return the flow of a run's last watched stage; None if the run's events are missing."""
+    folder = compared.folder / run.folder
+    flows = flows_of(folder) if (folder / "events.jsonl").is_file() else {}
     return next(reversed(flows.values())) if flows else None
 
 
