@@ -201,7 +201,7 @@ def step_times(compared: "Compared") -> list[Figure]:
     """Draw the time of a training step by step."""
     times = {arm: [curve.step_ms for curve in curves] for arm, curves in compared.curves.items()}
     return _curves(
-        compared, "step-times", "Time of a training step during the runs", "step", "ms a step",
+        compared, "step-time-curve", "Time of a training step during the runs", "step", "ms a step",
         times, {}, False, "Steps of the warm-up are left out." + _averaged(compared),
     )  # fmt: skip
 
