@@ -87,11 +87,11 @@ def test_each_figure_appears_where_its_records_exist(
         for folder in (compared, more, spoken)
     ]
     always = {
-        "paired-differences", "metric-means", "training-loss", "run-times",
+        "paired-differences", "metric-means", "training-loss", "run-time-bars",
         "parameters", "trained-share",
     }  # fmt: skip
     # curves need two evaluations, or two steps after the warm-up
-    curves = {"training-curves", "metric-by-seconds", "metric-by-flops", "step-times"}
+    curves = {"training-curves", "metric-by-seconds", "metric-by-flops", "step-time-curve"}
     timed = {"step-time-ratios", "memory", "tuning-optim-lr"}
     watched = {"flow-ratios", "gradient-heat-maps"}
     assert names == [always | watched, always | timed | curves, always]

@@ -149,7 +149,7 @@ def time_bars(compared: "Compared") -> list[Figure]:
             "steps that were timed against each other are the fair comparison."
         )
     return _bars(
-        compared, "run-times", "Time of a whole run", "seconds",
+        compared, "run-time-bars", "Time of a whole run", "seconds",
         {arm: compared.evidence.arms[arm].seconds for arm in compared.arms}, caption,
     )  # fmt: skip
 
