@@ -43,7 +43,7 @@ _ATTRIBUTES = frozenset({
     "stroke-width", "text-anchor", "transform", "viewBox", "width", "x", "x1", "x2", "y", "y1",
     "y2",
 })  # fmt: skip
-PARTS = ("layer", "hconcat", "vconcat", "concat")  # of a specification
+PARTS = ("layer", "hconcat", "vconcat", "concat")  # keys of the charts inside a chart
 _NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 
@@ -96,8 +96,8 @@ def png(spec: dict[str, Any], scale: float) -> bytes:
 def still(chart: Any) -> str:
     """Draw a chart or its specification as SVG on white, without what only a live chart needs.
 
-    If it can be zoomed, its marks are clipped, which a still picture does not need: its axes show
-    all of them. Clipping takes most of the time of turning SVG into PNG.
+    A chart that can be zoomed clips its marks at the axes. A still picture shows all marks, so zoom
+    and clipping are removed: clipping takes most of the time of turning SVG into PNG.
     """
     spec = themed(chart, in_page=False)
     if _has_zoom(spec):

@@ -95,7 +95,7 @@ def take_look(
             look = replace(unnumbered, spent=spent)
             if len(look.seeds) >= LEAST_SEEDS:
                 with path.open("a", encoding="utf-8") as register:
-                    # A line that a crash cut off ends here.
+                    # if a crash cut off the last line, end it first
                     register.write("\n" * _is_cut_off(path) + json.dumps(asdict(look)) + "\n")
         finally:
             lock.release()

@@ -23,7 +23,7 @@ class Member:
 
 
 def is_several(folder: Path) -> bool:
-    """Return whether a folder holds a group, comparisons or groups of them."""
+    """Return whether a folder is a group, or has comparisons or groups in it."""
     return is_group(folder) or any(
         is_comparison(path) or is_group(path) for path in _folders(folder)
     )
@@ -37,7 +37,7 @@ def sources(folder: Path) -> tuple[str, ...]:
 
 
 def reported_folders(folder: Path) -> list[Path]:
-    """Return the folders of comparisons and groups inside that have reports of their own.
+    """Return the folders of comparisons and groups inside, each of which gets its own report.
 
     Links are left out, because nothing is written outside the folder.
     """

@@ -66,7 +66,7 @@ class GroupResult:
 
     @property
     def summary(self) -> GroupSummary:
-        """The results of every comparison and arm, with those that the sources reported."""
+        """The results of every comparison and arm, with those of the published studies."""
         return read_summary(self.folder)
 
     @property
@@ -104,9 +104,9 @@ def compare_group(
 
     Args:
         source: the name of a shipped group, or its YAML file.
-        as_published: compare the experiments as the sources ran them, each with its own settings,
-            so that verdicts may be confounded; by default the comparisons are fair, that is, their
-            arms (variants of a recipe) differ only in what is compared.
+        as_published: compare the experiments as the published studies ran them, each with its own
+            settings, so that verdicts may be confounded; by default the comparisons are fair, that
+            is, their arms (variants of a recipe) differ only in what is compared.
         only: names of the comparisons to carry out, separated by commas or as a list; by default
             all of them.
         seeds: the number of seeds, or a list, for every comparison.
@@ -255,7 +255,7 @@ def judge_group(folder: str | Path) -> GroupResult:
 
 
 def _further(group: Group) -> dict[str, dict[str, Any]]:
-    """Return the settings of further evaluations; paths are relative to the group's file."""
+    """Return the settings of further evaluations, with paths from the group's file resolved."""
     further = {}
     for name, settings in group.further.items():
         path = settings.get("data.path")
@@ -297,7 +297,7 @@ def _check_data(
 
 
 def _is_done(folder: Path, name: str, plan: Plan, further: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Return whether a comparison has all its seeds, and each finished run its further scores."""
+    """Return whether a comparison has all seeds, and its finished runs have all further scores."""
     evidence = read_evidence(folder / name / "evidence.json")
     if evidence is None or not set(plan.seeds) <= set(evidence.plan.seeds):
         return False
@@ -313,7 +313,10 @@ def _find_data(
     """
     data, cache = recipe.data, cache_folder(None)
     if isinstance(data, Synthetic) and further:
-        raise BadInput(f"data.name {data.name}: generated data cannot be evaluated on further data")
+        raise BadInput(
+            f"data.name {data.name}: models trained on generated data cannot be evaluated on "
+            "further data"
+        )
     if isinstance(data, Synthetic | EEGData):
         prepare(recipe, data_dir)
         return

@@ -170,7 +170,7 @@ class _Scaling:
                 if stage["patience"] is not None:
                     stage["patience"] = min(stage["patience"], sizes.epochs)
         warmup, steps = self.recipe.optim.warmup, train.steps
-        if warmup >= 1:  # a number of steps becomes a share: 10 % without a longer train.steps
+        if warmup >= 1:  # steps become a share of train.steps; 10 % if that is unknown
             share = warmup / steps if steps is not None and warmup < steps else 0.1
             self.set("optim", "warmup", float(f"{min(share, 0.5):g}"))
 
@@ -185,7 +185,7 @@ class _Scaling:
         return isinstance(self.recipe.data, Synthetic | Corpus | SimulatedEEG)
 
     def scale_intervals(self) -> None:
-        """Shorten the intervals of evaluation and of gradient flow to fit in the shortest stage."""
+        """Shorten the intervals of evaluating and of watching gradients to fit the shortest stage."""
         epochs = [epochs for epochs, _ in self._durations if epochs is not None]
         steps = self._fewest_steps
         every: int | str = self.get("evaluate", "every")

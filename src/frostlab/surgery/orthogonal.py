@@ -52,8 +52,8 @@ def orthogonalize(
             takes rows of the identity, without a draw: a matrix as wide as it is high becomes the
             identity. Otherwise, heads of s rows take s rows each in turn, and begin again with the
             first row when all are taken; so each head is orthonormal, and heads may be equal. A
-            head (or matrix) with more rows than columns has the identity above zeros. Key heads
-            that groups of query heads share take the first rows.
+            head (or matrix) with more rows than columns has the identity above zeros. With
+            grouped queries, the fewer key and value heads use only the first rows.
     """
     _check_choice("scope", scope, ("head", "matrix"))
     _check_choice("source", source, ("weights", "gaussian", "identity"))
@@ -128,7 +128,7 @@ def _check_matrix(part: Part, origin: Origin) -> None:
 
 
 def renewed(part: Part, slot: Slot, origin: Origin) -> Tensor:
-    """Return the values of a part that has this origin, without writing them."""
+    """Return the values that the call in `origin` would give a part, without writing them."""
     _check_matrix(part, origin)
     if origin.reads_weights:
         _check_finite(part, slot, origin)
@@ -235,7 +235,7 @@ def orthonormal(matrices: Tensor) -> Tensor:
 
 
 def orthonormal_each(stacks: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Apply `orthonormal` to stacks (batch, s, n); a GPU joins adjacent stacks of equal shape."""
+    """Apply `orthonormal` to stacks (batch, s, n); a GPU takes adjacent ones of equal s, n at once."""
     group: list[Tensor] = []
     for stack in stacks:
         if group and not _joins(group, stack):

@@ -107,7 +107,7 @@ def _t_quantile(degrees: int, alpha: float) -> float:
 class StopRule:
     """A rule that ends timing a few builds after all intervals are narrow, or when time is up.
 
-    Up to twice the time is allowed for `FEWEST_BUILDS` builds, and there are always two builds.
+    Up to twice the time is allowed for `FEWEST_BUILDS` builds, and there are always at least two.
 
     Args:
         seconds: the time limit.
@@ -159,9 +159,9 @@ def plan_build(
     """Return the steps per block and the pairs of rounds per build.
 
     Shorten blocks, down to one step, until `_PLANNED_BUILDS` builds fit into the time; then take as
-    many pairs of rounds per build as fit, up to `_MOST_BLOCKS`. If building takes most of the time,
-    plan fewer builds, at least `FEWEST_BUILDS`, so that the rounds of a build take up to half as
-    long as building.
+    many pairs of rounds per build as fit, up to `_MOST_BLOCKS`. If the rounds of a build would take
+    less than half as long as building, plan fewer builds, down to `FEWEST_BUILDS`, to give them
+    that time.
 
     Args:
         seconds: the time limit.
@@ -238,7 +238,7 @@ class Rounds:
     def widths(self) -> list[float]:
         """Return the relative width of every 95 % interval, from the spread between builds alone.
 
-        With more builds, only these intervals become narrower.
+        The interval from the spread between copies is left out: builds do not make it narrower.
         """
         widths = []
         for name in self.blocks:
