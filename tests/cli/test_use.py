@@ -84,7 +84,7 @@ def test_predict_leaves_no_half_file(place: Path, in_this_process: Command, tmp_
         "predict", "weather", str(table), "--out", str(out), "--runs", str(place / "runs")
     )
     assert done.returncode == 2
-    assert "a.csv:3: 3 columns" in done.stderr
+    assert "a.csv:3: the row has 3 columns" in done.stderr
     assert list(tmp_path.iterdir()) == [table]
 
 

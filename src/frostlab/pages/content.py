@@ -78,6 +78,10 @@ def _rules(evidence: dict[str, Any]) -> Rules:
     return Rules(**evidence["plan"]["rules"] | {"look": evidence["look"], "spent": spent})
 
 
+def _margin(rules: Rules) -> str:
+    return NONE if rules.margin is None else rules.margin_text()
+
+
 def _adjusted_p(verdict: dict[str, Any]) -> str:
     """Show p times the number of statements, at most 1."""
     p = (verdict["paired"] or {}).get("p")
@@ -162,7 +166,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
         "gap": lambda value: _with_interval(value, "gap", "{}"),
         "saved": lambda value: _with_interval(value, "saved", "{}"),
         "tuned value": lambda value: _with_interval(value, "mean", "{:.4g}"),
-        "margin": lambda value: _rules(value).margin_text(),  # of evidence.json as a whole
+        "margin": lambda value: _margin(_rules(value)),  # of evidence.json as a whole
         "level": lambda value: f"{_rules(value).level:.2%}",
         "confidence": lambda value: f"{100 * (1 - _rules(value).level):.4g} %",
         "time level": lambda value: f"{_rules(value).time_level:.2%}",

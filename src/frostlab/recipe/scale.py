@@ -185,7 +185,7 @@ class _Scaling:
         return isinstance(self.recipe.data, Synthetic | Corpus | SimulatedEEG)
 
     def scale_intervals(self) -> None:
-        """Shorten the intervals of evaluating and of watching gradients to fit the shortest stage."""
+        """Shorten the intervals of evaluating and watching gradients to fit the shortest stage."""
         epochs = [epochs for epochs, _ in self._durations if epochs is not None]
         steps = self._fewest_steps
         every: int | str = self.get("evaluate", "every")

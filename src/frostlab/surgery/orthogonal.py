@@ -235,7 +235,7 @@ def orthonormal(matrices: Tensor) -> Tensor:
 
 
 def orthonormal_each(stacks: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Apply `orthonormal` to stacks (batch, s, n); a GPU takes adjacent ones of equal s, n at once."""
+    """Apply `orthonormal` to stacks (batch, s, n); neighbours of equal s and n at once on a GPU."""
     group: list[Tensor] = []
     for stack in stacks:
         if group and not _joins(group, stack):
