@@ -82,7 +82,9 @@ def recipe_split(
 ) -> Split:
     """Return the split that has a role in a recipe; refuse a role that is a share of train."""
     if role == "tune" and data.splits == "published":
-        raise BadInput("--split tune: with data.splits published, there is none; use report")
+        raise BadInput(
+            "--split tune: a run with data.splits published has no tune split; use report"
+        )
     split: Split | float | str | None
     if isinstance(data, Named):
         defaults = PUBLIC_SETS[data.name]

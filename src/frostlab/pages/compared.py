@@ -319,7 +319,7 @@ def _assay(compared: Compared) -> Paragraph:
 
 
 def _false_alarms(compared: Compared) -> Paragraph:
-    """Say how often such a comparison finds a difference though there is none."""
+    """Say how often such a comparison finds a difference where none exists."""
     rules, first = compared.evidence.rules, compared.others[0]
     pieces: list[str | Cell] = [
         f"Statements about {plain(rules.metric)}: ",

@@ -45,7 +45,7 @@ class OneRun:
         return self.records.cell(file, *keys, format=format, alarm=alarm)
 
     def value(self, *keys: str | int, file: str = RESULT) -> Any:
-        """Return a value, by default of result.json; None if there is none."""
+        """Return a value, by default of result.json; None if it is missing."""
         return self.records.value(file, *keys)
 
     @cached_property
