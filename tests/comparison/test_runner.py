@@ -2,17 +2,25 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import frostlab as fl
 from comparing import SMALL, compare
+from forked import wait_for
 from frostlab.comparison import runner
 from frostlab.recipe.load import recipe_from
+from frostlab.records.checkpoint import checkpoints_in
+from frostlab.records.folder import finished_status
 from frostlab.training import loop
 from frostlab.training.progress import Lines
+from tiny import tiny
 
 
 def test_the_time_left_of_alternating_rounds_is_of_one_at_a_time(
@@ -141,3 +149,31 @@ def test_fewer_seeds_than_there_are_take_none_away(
     ]
     assert len(again.evidence.arms["oelm"].runs) == 3
     assert repr(again) == f"Comparison({folder}: oelm too few seeds)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_parallel_runs_end_with_the_command(number: signal.Signals, tmp_path: Path) -> None:
+    recipe = tiny(train={"batch": 8, "epochs": 4000, "threads": 1}, evaluate={"every": 200000})
+    plan = {"recipe": recipe, "arms": ["baseline", "oelm"], "seeds": 2, "clock": None}
+    (tmp_path / "plan.yaml").write_text(json.dumps(plan))
+    command = [sys.executable, "-m", "frostlab", "compare", "plan.yaml", "--jobs", "2"]
+    with subprocess.Popen(
+        [*command, "--out", "c"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    ) as process:
+        training = [tmp_path / "c/runs" / f"{arm}-s0/events.jsonl" for arm in plan["arms"]]
+        for path in training:
+            wait_for(path, '"kind": "step"')
+        workers = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        stderr = process.communicate(timeout=100)[1]
+        psutil.wait_procs(workers, timeout=100)
+    assert not [worker for worker in workers if worker.is_running()]
+    assert "Traceback" not in stderr
+    if number != signal.SIGKILL:
+        assert process.returncode == 1
+        stopped = "frostlab: stopped; the same command continues the comparison"
+        assert stderr.strip().splitlines()[-1] == stopped
+    for path in training:
+        assert finished_status(path.parent) == "stopped"
+        assert checkpoints_in(path.parent)

@@ -5,10 +5,14 @@ A task is one run of an arm, which is a variant of the recipe.
 
 import json
 import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -24,11 +28,14 @@ from frostlab.records.folder import RunRecord, differences, finished_status
 from frostlab.records.manifest import MANIFEST, problems_in
 from frostlab.storage import Lock, finite, read_json, write_whole
 from frostlab.text import number
+from frostlab.training.loop import interruptions
 from frostlab.training.progress import Display, Nowhere, Screen
 from frostlab.training.run import RunFailed, run
 from frostlab.typed import read
 
 _MOST_JOBS = 256
+_POLL_SECONDS = 0.2  # how often a signal is looked for while runs train in other processes
+_GRACE_SECONDS = 60.0  # for a run to stop after the process that started it was killed
 _PLAN, _LOCK = "plan.json", "compare.lock"
 _INPUTS = (_PLAN, "steps.json", "quick.json", "assay.json", "tuning.json")  # read by later calls
 
@@ -125,17 +132,57 @@ class Runner:
                 display = Display(self.screen, task.about) if self.screen.is_live else None
                 yield (task, *run_task(task, self.data_dir, display))
             return
-        pool = ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn"))
+        others = set(multiprocessing.active_children())
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(at_once, context, initializer=_begin_worker)
+        running = {pool.submit(_run_in_worker, task, self.data_dir): task for task in tasks}
         try:
-            running = {pool.submit(run_task, task, self.data_dir): task for task in tasks}
-            for done in as_completed(running):
-                yield (running[done], *done.result())
+            with interruptions() as asked:
+                while running and not asked():
+                    ended = wait(running, _POLL_SECONDS, return_when=FIRST_COMPLETED).done
+                    for future in ended:
+                        yield (running.pop(future), *future.result())
         except BrokenProcessPool:
             raise FrostlabError(
                 "a run's process was killed; the same command continues the comparison"
             ) from None
         finally:
+            if running:
+                for worker in set(multiprocessing.active_children()) - others:
+                    worker.terminate()  # its run stops after a step, with a checkpoint
             pool.shutdown(cancel_futures=True)
+        for task in running.values():  # a signal has ended the loop
+            yield task, None, 0.0
+
+
+_STOPPED = threading.Event()  # in a worker: its run was stopped, so it begins no other
+
+
+def _run_in_worker(task: Task, data_dir: Path | None) -> tuple[str | None, float]:
+    """Run a task in a worker; do nothing if an earlier run of the worker was stopped."""
+    if _STOPPED.is_set():  # the pool cannot cancel a task that a worker will take next
+        return None, 0.0
+    outcome, seconds = run_task(task, data_dir)
+    if outcome is None:
+        _STOPPED.set()
+    return outcome, seconds
+
+
+def _begin_worker() -> None:
+    """Prepare a worker: only its parent stops it, and it ends if the parent was killed."""
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()  # a signal to the parent's group, such as Ctrl-C, would be a second one
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Wait for the end of the parent, then stop this worker's run and end the worker."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE_SECONDS)
+    os._exit(1)
 
 
 def run_task(
