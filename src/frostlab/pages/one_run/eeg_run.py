@@ -26,7 +26,7 @@ _SECONDS = 10.0  # of a trace
 
 
 def blocks(folder: Path, records: Records, problems: list[str]) -> list[Block]:
-    """Return the blocks of an EEG run; none of another run. What cannot be read is a problem."""
+    """Return the blocks of an EEG run (other runs have none); add read errors to `problems`."""
     if records.value(SCORES) is None:
         return []
     shown: list[Block] = []
@@ -81,7 +81,7 @@ def _subjects(folder: Path, records: Records) -> list[Block]:
 
 
 def _traces(folder: Path, records: Records) -> list[Block]:
-    """Draw what was decoded from the first recording of each split, and what was heard."""
+    """Draw the envelope that was decoded from each split's first recording, and the heard one."""
     from frostlab.data.arrays import read_npz
 
     if not (folder / DECODED).exists():
