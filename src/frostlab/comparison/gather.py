@@ -239,9 +239,9 @@ class Judged:
         arms = {own.name: own for own in plan.arms}
         differing = plan.confounds_between(arms[against], arms[arm])
         unproven = self.runs.unproven.get(arm) or self.runs.unproven.get(against)
-        # A run that cannot be paired with the baseline's is left out of values (see `_judge`). Runs
-        # that cannot be paired make a statement about gains, or about two other arms, unproven:
-        # its values prove nothing.
+        # `_judge` leaves a run that cannot be paired with the baseline's out of a statement about
+        # values against the baseline. Any other statement becomes unproven if two of its runs
+        # cannot be paired.
         is_baseline = against == plan.baseline.name
         if unproven is None and (of == "gain" or not is_baseline):
             unproven = self.runs.why_unpaired(arm, against)

@@ -179,7 +179,7 @@ def _validated(values: dict[str, Any], label: str) -> Plan:
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, BadInput):
             raise
-        raise BadInput(f"{label}: a value is not plain ({first_line(error)})") from None
+        raise BadInput(f"{label}: a value does not fit JSON ({first_line(error)})") from None
     try:
         return Plan.model_validate_json(text)
     except ValidationError as error:

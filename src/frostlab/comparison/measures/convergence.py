@@ -95,8 +95,8 @@ def _recipe_target(runs: Runs, rules: Rules) -> tuple[float, str] | None:
 def _baseline_target(baseline: _Curves, evaluations: int, rules: Rules) -> tuple[float, str]:
     """Return the baseline's mean of the best value so far, halfway through its evaluations.
 
-    The other evaluations are left for the runs that are behind the mean to reach it. For a metric
-    that is compared as a ratio, the mean is geometric.
+    A run that is behind the mean can still reach it at a later evaluation. For a metric that is
+    compared as a ratio, the mean is geometric.
     """
     number = math.ceil(evaluations / 2)
     best = min if rules.lower_is_better else max
