@@ -36,7 +36,7 @@ Names = Annotated[
 def check(
     names: Names, settings: Settings = None, data_dir: DataDir = None, as_json: AsJson = False
 ) -> None:
-    """Show which data sets, tokenizers and weights are here, in part or missing, and their size.
+    """Show the data sets, tokenizers and weights that are needed: here, in part here, or missing.
 
     Nothing is downloaded. The exit code is 1 if something is missing.
     """

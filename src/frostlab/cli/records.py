@@ -78,7 +78,7 @@ def list_runs(
         str,
         typer.Option(
             metavar="KEYS", autocompletion=complete_keys,
-            help="Sort by these keys, with - from the largest, e.g. -accuracy (default: oldest "
+            help="Sort by these keys; -KEY sorts from the largest, e.g. -accuracy (default: oldest "
             "first).",
         ),
     ] = "",
@@ -94,7 +94,8 @@ def list_runs(
         str | None,
         typer.Option(
             metavar="KEYS", autocompletion=complete_keys,
-            help="Show means over runs that are equal in these keys; -seed: in all but the seed.",
+            help="Show means over the runs that agree in these keys; -seed: over the runs that "
+            "differ only in the seed.",
         ),
     ] = None,
     wide: Wide = False,
@@ -392,7 +393,7 @@ def verify(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Check that finished runs and comparisons are as they were written.
+    """Check that the files of finished runs and comparisons have not changed.
 
     Each has a manifest with the checksums of its files. One line is printed for every
     file that was changed, added or removed (in a checkpoint, only for the first), and
