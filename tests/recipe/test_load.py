@@ -266,7 +266,7 @@ def test_settings_of_python_are_named_by_their_key() -> None:
         load_recipe("docstrings-gpt", {"optim.lr": "abc"})
     with pytest.raises(BadInput, match=r"^settings: model.width 30 is not a multiple"):
         load_recipe("docstrings-gpt", {"model": {"width": 30}})
-    with pytest.raises(BadInput, match="^settings: not plain values"):
+    with pytest.raises(BadInput, match="^settings: a value does not fit JSON"):
         load_recipe("docstrings-gpt", {"data.path": Path()})
 
 

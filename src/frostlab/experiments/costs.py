@@ -158,7 +158,7 @@ the sources, is in [From the sources](from-the-sources.md).
 - *parameters*, *trainable*: in the last stage, if there are several.
 - *steps*: "≤" if patience can end a stage earlier.
 - *tokens*: steps × batch × length, so padding and an incomplete last batch count. For EEG, samples.
-- *FLOPs*: matmuls of all steps, forward and backward, with what freezing saves.
+- *FLOPs*: matmuls of all steps, forward and backward, without those that freezing saves.
 - *time*: of the steps alone on one {MACHINE}, without evaluations and set-up: the number of steps
   of each stage times the time of such a step in the table at the end of this page. Those steps have
   full batches without padding, so the time of a padding mask is not included.

@@ -33,7 +33,7 @@ class Rules:
     A ratio is |update| / |weight| without the contribution of weight decay, scaled to the highest
     learning rate that the part has had. A part's ratio and gradient are medians over the last
     reports. Peers are the other parts with the same role or, in an unknown architecture, with the
-    same module path but for numbers.
+    same module path except for numbers.
     """
 
     window: int = 5  # number of last reports that are judged

@@ -353,7 +353,7 @@ def _stored_histograms(files: Sequence[Path], last: int) -> Iterator[Any]:
     """Yield the histograms up to step `last` of event files, each once and from the newest file.
 
     A record is the length of an event (8 bytes) and a checksum (4), the event, and a checksum (4).
-    The end of a file may be damaged, as after a crash; what follows the damage is left out.
+    The end of a file may be damaged, as after a crash; records from there on are left out.
     """
     purpose = "reading event files"
     event_type: Any = require("tensorboardX.proto.event_pb2", "tensorboard", purpose).Event

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 _Kind = TypeVar("_Kind", bound=Event)
 _BLOCK = 1 << 20  # bytes that are read at once to find the last complete event
-_ABANDONED = 60.0  # s; a folder that is unfinished and unlocked for longer will never be finished
+_ABANDONED = 60.0  # s; an unlocked temporary folder that is older than this is removed
 
 
 class RunFolder:
