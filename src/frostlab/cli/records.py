@@ -237,12 +237,14 @@ def _show_comparison(folder: Path, width: int | None, as_json: bool) -> None:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Return a comparison's files with their sizes, and its folders with their numbers of runs."""
+    """Return a comparison's files with their sizes, and its folders with their runs or files."""
     files = {}
     for path in sorted(folder.iterdir()):
         if path.is_dir():
-            count = sum(child.is_dir() for child in path.iterdir())
-            files[f"{path.name}/"] = f"{count} run{'s' * (count != 1)}"
+            inside = list(path.iterdir())
+            runs = sum(child.is_dir() for child in inside)
+            count, kind = (runs, "run") if runs or not inside else (len(inside), "file")
+            files[f"{path.name}/"] = f"{count} {kind}{'s' * (count != 1)}"
         elif path.is_file() and not path.name.startswith(".") and path.suffix != ".lock":
             files[path.name] = size_text(path.stat().st_size)
     return files

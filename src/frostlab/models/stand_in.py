@@ -43,7 +43,7 @@ def suggesting_stand_in() -> Iterator[None]:
 def with_stand_ins(recipe: Recipe, data_dir: str | Path | None = None) -> Recipe:
     """Return the recipe with stand-ins for its missing data, tokenizer and pretrained weights.
 
-    Settings that only the stand-in has take their defaults, at the recipe's scale.
+    Settings that only the stand-in has take their defaults, reduced to the recipe's scale.
 
     Raises:
         BadInput: nothing stands in for a missing model, because its architecture is not known.

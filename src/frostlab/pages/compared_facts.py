@@ -177,7 +177,8 @@ def rules(compared: "Compared") -> list[Block]:
         ["metric", compared.cell("plan", "rules", "metric", format="text")],
         ["better", "lower values" if plan.rules.lower_is_better else "higher values"],
         ["compared as", "ratio" if plan.rules.log else "difference"],
-        ["alpha: false alarms allowed over all looks", compared.cell("plan", "rules", "alpha")],
+        ["alpha: false alarms allowed over all looks (analyses of the results)",
+         compared.cell("plan", "rules", "alpha")],
         ["confidence of the statements about the metric", compared.cell(format="confidence")],
         ["largest cost that does not matter",
          "not set" if plan.rules.margin is None else compared.cell(format="margin")],
@@ -185,10 +186,10 @@ def rules(compared: "Compared") -> list[Block]:
          "not set" if plan.rules.minimum_effect is None
          else compared.cell("plan", "rules", "minimum_effect")],
         ["planned looks", compared.cell("plan", "rules", "looks", format="count")],
-        ["this look", compared.cell("look", format="count")],
+        ["number of this look", compared.cell("look", format="count")],
         ["seeds", compared.cell("plan", "seeds", format="list")],
         ["allowed confounds", compared.cell("plan", "allow_confounds", format="list")],
-        ["planted harm", "yes" if plan.assay else "no"],
+        ["planted harm (the baseline with half its steps)", "yes" if plan.assay else "no"],
         ["alternating whole runs per arm", compared.cell("plan", "rounds", format="count")],
     ]  # fmt: skip
     if plan.rules.timed:
@@ -206,7 +207,7 @@ def rules(compared: "Compared") -> list[Block]:
     return [
         table("rules", "Rules", ["rule", "value"], rows),
         table("settings", "The recipe that all arms share", ["setting", "value"], settings,
-              "Settings that are not set are left out."),
+              "Settings without a value are left out."),
     ]  # fmt: skip
 
 

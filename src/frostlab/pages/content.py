@@ -212,7 +212,7 @@ class Cell:
     pointer: str = ""  # into the file
     format: str = "text"  # name of the format in `FORMATS`
     alarm: bool = False  # whether it is shown in red
-    link: str | None = None  # path from the reported folder to another report, which words link to
+    link: str | None = None  # of words: path from the reported folder to the report that they name
 
     @property
     def is_number(self) -> bool:

@@ -176,7 +176,7 @@ def _content(facts: Mapping[str, Any], files: Iterable[str]) -> bytes:
 
 
 def _listing(folder: Path) -> dict[str, Any]:
-    """Return the content of report.json; empty if there is none that this version wrote."""
+    """Return the content of report.json; empty if it is missing, damaged or of another schema."""
     try:
         values = read_json(folder / LISTING)
     except (FileNotFoundError, BadInput):

@@ -40,7 +40,7 @@ class Experiment(Strict):
     # metric → value; accuracies as shares of 1, times in seconds
     reported: dict[str, float] = Field(default_factory=dict)
     cost: str | None = None  # expected time on the group's machine
-    optional: bool = False  # whether the sources left it to the reader
+    optional: bool = False  # whether the sources only suggest this experiment
 
 
 class Interaction(Strict):

@@ -30,7 +30,7 @@ from frostlab.recipe.treatment import (
 
 Rate = Annotated[float, Field(gt=0)]
 PATHS = (("data", "path"), ("model", "name"), ("tokenizer", "name"))  # keys that may hold a path
-Scale = Literal["tiny", "small", "full"]  # the module frostlab.recipe.scale has the rule
+Scale = Literal["tiny", "small", "full"]  # frostlab.recipe.scale has the sizes of each
 WORDS = ("new", "old")  # in a stage's `lr`, they mean the layers that it adds, and all others
 
 

@@ -211,7 +211,7 @@ def _open_events(path: Path) -> TextIO:
 
 
 def read_events(path: Path, skipped: Iterable[str] = ()) -> Iterator[Event]:
-    """Yield events but for skipped kinds; skip lines a crash truncated, refuse invalid events."""
+    """Yield events; leave out skipped kinds and truncated lines, and refuse invalid events."""
     starts = tuple(f'{{"kind": "{kind}"'.encode() for kind in skipped)
     try:
         for number, line in enumerate(read_lines(path), 1):

@@ -83,8 +83,8 @@ def run_times(evidence: Evidence) -> str:
         f"{whole_run_note(evidence).capitalize()}. Total is h:mm:ss, the mean of the runs, with "
         "the gap to the baseline over paired runs and its 95 % interval; per epoch and per step "
         "leave out validation. cv is the coefficient of variation: of all epochs, of the blocks "
-        "of interleaved steps, of the rounds. Validation is the seconds of a run, of one "
-        "evaluation, and the share of the total."
+        "of interleaved steps, of the rounds. Validation: its seconds in a run, the seconds of "
+        "one evaluation, and its share of the total time."
     )
     if scaled:
         note += " *Scaled*: the runs are shorter than an epoch, so its time is extrapolated."

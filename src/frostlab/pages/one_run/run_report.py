@@ -366,7 +366,7 @@ def _times(run: OneRun) -> list[Block]:
         "waiting for data": (run.cell("clocks", format="data wait"), ""),
         "setup, before the total": (run.cell("clocks", "setup_seconds", format="seconds"), ""),
         "step, median": (run.cell("clocks", "step_ms", "median", format="ms"), ""),
-        "step, 95th percentile": (run.cell("clocks", "step_ms", "p95", format="ms"), ""),
+        "step, 95 % quantile": (run.cell("clocks", "step_ms", "p95", format="ms"), ""),
         "step, coefficient of variation": (
             run.cell("clocks", "step_ms", "cv", format="percent"), ""),
         "tokens (EEG: samples)": (run.cell("clocks", "tokens_per_second", format="rate"), ""),
@@ -396,8 +396,8 @@ _HEAT = {
 }
 _HEAT_KEY = (
     " Rows are parts of the model or whole layers; a column is a measured step or, with many, the "
-    "median of several. Brighter is larger. Signs: · frozen, - no gradient, ! NaN or infinity, "
-    "0 zero."
+    "median of several. Brighter is larger. Signs: · frozen, - no gradient, ! NaN or infinity; the "
+    "digit zero is a value of zero."
 )
 
 
