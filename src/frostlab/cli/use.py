@@ -252,7 +252,7 @@ def generate(
             metavar="P", help="Draw from the most probable tokens that sum to P; 1: from all."
         ),
     ] = 0.95,
-    tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens of a sample.")] = 100,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Maximum tokens of a sample.")] = 100,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the samples.")] = 0,
     device: Device = None,
     runs: RunsFolder = Path("runs"),

@@ -288,7 +288,7 @@ def _identical(runs: Runs, arm: str, against: str) -> bool:
 
 
 def _at_chance(runs: Runs, arm: str) -> bool:
-    """Return whether an arm's accuracy may be that of always naming the commonest class.
+    """Return whether an arm's accuracy may be that of always predicting the most common class.
 
     It may be if its mean over seeds is within two standard errors of that class's frequency. For a
     correlation, return whether its interval over seeds includes 0. Other metrics have no known

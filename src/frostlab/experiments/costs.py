@@ -53,7 +53,7 @@ class Entry:
     memory_bytes: int | None  # at the peak of a step
     memory_measured: bool  # else `memory_bytes` is an estimate
     reported: dict[str, float]  # by metric: what the sources (published studies) reported
-    optional: bool  # whether the sources left it to the reader
+    optional: bool  # whether the sources only suggest this experiment
 
 
 def catalogue(groups: Iterable[Group]) -> dict[str, list[Entry]]:

@@ -61,7 +61,7 @@ def _subjects(folder: Path, records: Records) -> list[Block]:
     note = (
         "Mean r of the subjects by Fisher's z. By chance: nine of ten correlations with mismatched "
         "envelopes lie in this range. Match: how often a window was given its own envelope rather "
-        "than another. The challenge score is of all splits together."
+        "than another. The challenge score combines all splits."
     )
     shown.append(Table("scores", "Correlation with the heard envelope", head, tuple(rows), note))
     for split, decoders in scores.items():

@@ -171,7 +171,7 @@ def _verdicts(several: Several) -> list[Block]:
     note = (
         "The verdict, and the paired effect against the baseline with its interval: a difference, "
         "or a ratio (×) for perplexity. The intervals of one comparison hold simultaneously. In "
-        "red: verdicts that do not judge the arm. Each name links to the comparison's own report."
+        "red: arms that could not be judged. Each name links to the comparison's own report."
     )
     return [Table("verdicts", "Verdicts and effects", head, tuple(rows), note)]
 
@@ -313,7 +313,7 @@ def _reported(several: Several) -> list[Block]:
     head = ("comparison", "arm", "experiment", "metric", "here", "reported")
     note = (
         "Here: mean ± standard deviation over the finished runs that can be paired. Reported: the "
-        "sources' number, mostly of one run on another machine."
+        "number in the published studies (sources), mostly of one run on another machine."
     )
     return [Table("reported", "Results here and in the sources", head, tuple(rows), note)]
 
