@@ -318,7 +318,7 @@ def _environment(record: RunRecord) -> dict[str, Any]:
 def _arm_values(evidence: Evidence, name: str) -> dict[str, Any]:
     """Return an arm's performance, trainable parameters and times.
 
-    The values of the study's scripts are nested, and also flat: keys of the arm itself.
+    The values that the study's scripts wrote appear twice: in sections, and directly in the arm.
     """
     arm = evidence.arms[name]
     fraction, parameters = _trainable_fraction(arm), arm.parameters

@@ -419,7 +419,7 @@ def _cause_of(recent: RecentReports, i: int, part: PartFacts) -> tuple[str, str]
         why = f"its gradient vanishes, {amount}"
         hint = "add a residual path or norms; a larger learning rate for this part helps a little"
         if recent.flow.optimizer in rules.normalising:
-            hint += f", though {recent.flow.optimizer} undoes a scale"
+            hint += f", though {recent.flow.optimizer} undoes a gradient scale"
         else:
             hint += f"; AdamW divides by a gradient's size, {recent.flow.optimizer} does not"
     elif part.dtype in ("bfloat16", "float16"):
