@@ -46,7 +46,7 @@ def test_every_kind_of_recipe_takes_settings(tmp_path: Path) -> None:
     [
         ({"optim.lt": 1}, "did you mean `lr`?"),
         ({"optim.lr": "fast"}, "optim.lr"),
-        ({"optim.lr": Path()}, "not plain values"),
+        ({"optim.lr": Path()}, "a value does not fit JSON"),
         ({"": 1}, "is not a key"),
     ],
 )

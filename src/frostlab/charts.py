@@ -61,9 +61,9 @@ def label(text: str, most: int = LABEL) -> str:
 def themed(
     chart: Any, in_page: bool, data: dict[str, Sequence[dict[str, Any]]] | None = None
 ) -> dict[str, Any]:
-    """Return a chart's specification in frostlab's theme, for a page or on white.
+    """Return a chart's specification in frostlab's theme, for a page or on a white background.
 
-    `chart` is an Altair chart or its specification, in which a theme is replaced.
+    `chart` is an Altair chart or its specification; a theme that it has already is replaced.
     `data` are the rows of its named data. They are added last, because Altair copies and validates
     its data at every call.
     """
@@ -94,7 +94,7 @@ def png(spec: dict[str, Any], scale: float) -> bytes:
 
 
 def still(chart: Any) -> str:
-    """Draw a chart or its specification as SVG on white, without what only a live chart needs.
+    """Draw a chart or its specification as SVG on a white background, without zoom.
 
     A chart that can be zoomed clips its marks at the axes. A still picture shows all marks, so zoom
     and clipping are removed: clipping takes most of the time of turning SVG into PNG.
@@ -124,13 +124,13 @@ def _unclipped(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def page_svg(drawing: str, name: str) -> Markup:
-    """Return a drawing of `still` for a page, in the page's own colours of text and background."""
+    """Return the SVG from `still` for a page, with the page's colours of text and background."""
     drawing = drawing.replace('fill="white"', 'fill="transparent"', 1)  # the background comes first
     return checked_svg(drawing.replace(f'"{_INK}"', '"currentColor"'), name)
 
 
 def figure_files(drawing: str, scale: float = 2) -> dict[str, bytes]:
-    """Return a drawing of `still` as SVG, PNG and PDF files, by ending."""
+    """Return the SVG from `still` as SVG, PNG and PDF files, by file name extension."""
     _, vl_convert = require_drawing("drawing a chart")
     return {
         "svg": drawing.encode(),
@@ -152,7 +152,7 @@ def _draw(kind: str, spec: dict[str, Any], **options: Any) -> Any:
     text = json.dumps(cleaned(spec), allow_nan=False)
     try:
         drawing = getattr(vl_convert, f"vegalite_to_{kind}")(text, **options)
-    except ValueError as error:  # the library's only error, with a trace of its JavaScript
+    except ValueError as error:  # the only error of vl_convert; its text is a JavaScript trace
         lines = str(error).splitlines()
         reason = lines[1] if len(lines) > 1 else first_line(error)
         raise FrostlabError(f"the chart cannot be drawn: {plain(reason)}") from None
@@ -160,7 +160,7 @@ def _draw(kind: str, spec: dict[str, Any], **options: Any) -> Any:
 
 
 def _numbered(drawing: str) -> str:
-    """Number the ids of a drawing from 0; the library goes on from the drawing before."""
+    """Number the ids of a drawing from 0; the library continues the previous drawing's numbers."""
     numbers: dict[str, int] = {}
     for match in _ID.finditer(drawing):
         numbers.setdefault(match[2], len(numbers))

@@ -1,6 +1,7 @@
-"""HTML pages: one template engine that escapes every text, and the frame of every page.
+"""HTML pages without scripts: one template engine that escapes every text, and the pages' frame.
 
-A page has no scripts and loads nothing; its Content-Security-Policy makes the browser refuse both.
+A page loads nothing; its Content-Security-Policy makes the browser refuse requests and scripts.
+Reports, which have scripts, use this template engine with a frame of their own.
 """
 
 from collections.abc import Iterable, Sequence

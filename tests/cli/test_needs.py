@@ -149,7 +149,7 @@ def test_a_full_disk_is_noticed_before_a_download(
         (("fetch", "imbd"), "is called 'imbd'; did you mean `imdb`?"),
         (("check", "imdb", "--data-dir", "nowhere"), "--data-dir nowhere is not a folder"),
         (("fetch", "sst2"), "data sst2: the hub's stanfordnlp/sst2: "),
-        (("check", "xnli/frr"), "data.language frr is not one of xnli's; did you mean `fr`?"),
+        (("check", "xnli/frr"), "data.language frr is not a language of xnli; did you mean `fr`?"),
         (("check", "imdb", "--set", "data.nmae=x"), "data.nmae is not a key; did you mean `name`?"),
     ],
 )

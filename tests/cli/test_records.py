@@ -95,7 +95,7 @@ def test_arms_over_seeds(runs: Path, in_this_process: Command) -> None:
         (("note", "imdb-none-0.001-s0", " "), "a note should have 1 to 2000 characters"),
         (("tag", "imdb-none-0.001-s0", "a b"), "should be one word"),
         (("tag", "imdb-none-0.001-s0", "keep", "--remove"), "has no tag 'keep'"),
-        (("clean", "--older", "soon"), "'soon' is no duration; e.g. 12h, 30d or 2w"),
+        (("clean", "--older", "soon"), "'soon' is not a duration; e.g. 12h, 30d or 2w"),
         (("clean", "--older", "1d"), "add --yes to remove these runs, or --dry-run to look only"),
         (("clean", "--older", "1d", "--keep", "x"), "no run has this tag"),
     ],

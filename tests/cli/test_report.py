@@ -34,6 +34,9 @@ def test_it_prints_the_page_and_verify_does_not_mind(
     }
     listed = json.loads((folder / "report.json").read_text())
     assert all((folder / name).is_file() for name in listed["files"])
+    shown = json.loads(in_this_process("show", str(folder), "--json").stdout)["files"]
+    figures = sum(name.startswith("figures/") for name in listed["files"])
+    assert shown["figures/"] == f"{figures} files"
     assert list(listed["made_from"]) == ["evidence.json"]
     assert in_this_process("verify", str(folder)).returncode == 0
     (folder / "report.html").write_text("changed")  # derived, so not a record

@@ -65,8 +65,8 @@ def test_the_target_is_the_baselines_mean_halfway() -> None:
     assert found is not None
     assert found.target == pytest.approx(0.6)
     assert found.place == (
-        "the mean of the best value so far of the baseline's runs at evaluation 2 of 4, at step 20;"
-        " no other arm's runs were used to choose it"
+        "the mean of the best values that the baseline's runs had reached by evaluation 2 of 4, at "
+        "step 20; no other arm's runs were used to choose it"
     )
     other = convergence(made_runs({"baseline": base, "oelm": {0: [0.9]}}, plan()), RULES)
     assert other is not None

@@ -201,7 +201,7 @@ def test_mistakes_are_named(
 
 
 def test_other_places_and_languages_are_named(tmp_path: Path, cache: Path, recipe: Make) -> None:
-    with pytest.raises(BadInput, match="data.language ger is not one of xnli's"):
+    with pytest.raises(BadInput, match="data.language ger is not a language of xnli"):
         prepare(recipe(name="xnli", language="ger"), tmp_path, cache)
     with pytest.raises(BadInput, match="the data folder .*nowhere does not exist"):
         prepare(recipe(name="sst2"), tmp_path / "nowhere", cache)

@@ -84,7 +84,7 @@ def test_small_gradients(heard: Path, settings: Path) -> None:
     settings.write_text(settings.read_text().replace("lr: 0.0001", "lr: 0.001"))
     (hint,) = found(with_ratio(diagnose(heard), 0.05)).hints
     assert hint.settings == {}
-    assert hint.text.endswith("this run is there or beyond already")
+    assert hint.text.endswith("this run already goes as far or further")
 
 
 def test_unstable_training(heard: Path) -> None:

@@ -312,7 +312,7 @@ def test_failed_runs_are_shown_as_failed_and_red(compared: Path, tmp_path: Path)
 def test_a_confounded_arm_is_red_in_the_tables(compared: Path, tmp_path: Path) -> None:
     folder = changed(compared, tmp_path, DOUBTS["a confound"][0])
     report = document(folder, "en")
-    for name in ("performance", "target", "runs", "beside-the-verdicts"):
+    for name in ("performance", "target", "runs", "further-numbers"):
         assert "oelm (confounded)" in red((table(report, name),)), name
 
 

@@ -230,7 +230,7 @@ ERRORS = [
     ("supervise.layers=[2, 1, 2]", "layers has 2 twice", ""),
     ("supervise={layers: [1, 2], weights: [1]}", "1 weights for 2 layers", ""),
     ("supervise={layers: all, weights: [1, 0]}", "weights.1 = 0 should be greater than 0", ""),
-    ("supervise.frozen=true", "frozen is for layers below the last", "layers is last"),
+    ("supervise.frozen=true", "frozen is for losses below the last layer", "but layers is last"),
     ("supervise.layer=all", "supervise.layer is not a key", "`layers`?"),
     ("stages=[{patiense: 1}]", "stages.0.patiense is not a key", "`patience`?"),
     ("stages=[{add: {layrs: 2}}]", "stages.0.add.layrs is not a key", "`layers`?"),
@@ -266,7 +266,7 @@ def test_settings_of_python_are_named_by_their_key() -> None:
         load_recipe("docstrings-gpt", {"optim.lr": "abc"})
     with pytest.raises(BadInput, match=r"^settings: model.width 30 is not a multiple"):
         load_recipe("docstrings-gpt", {"model": {"width": 30}})
-    with pytest.raises(BadInput, match="^settings: not plain values"):
+    with pytest.raises(BadInput, match="^settings: a value does not fit JSON"):
         load_recipe("docstrings-gpt", {"data.path": Path()})
 
 

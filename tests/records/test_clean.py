@@ -111,5 +111,5 @@ def test_durations(text: str, seconds: float) -> None:
     "text", ["", "30", "d", "-3d", "1.5d", "3 days", "3m", "٣d", "9" * 9 + "d"]
 )
 def test_bad_durations(text: str) -> None:
-    with pytest.raises(BadInput, match="is no duration; e.g. 12h, 30d or 2w"):
+    with pytest.raises(BadInput, match="is not a duration; e.g. 12h, 30d or 2w"):
         duration(text)

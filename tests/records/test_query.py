@@ -120,12 +120,12 @@ def test_sorting_puts_missing_values_last(sort: str, names: str) -> None:
         ({"where": "optim.lr=fast"}, "'fast' is not a number; e.g. optim.lr=0.0003"),
         ({"where": "optim.lr>null"}, "null has no order; use optim.lr!=null"),
         ({"where": "optim.lr>nan"}, "'nan' is not a number"),
-        ({"where": "treatment>3"}, "treatment is no number, e.g. none; use = != or ~"),
+        ({"where": "treatment>3"}, "treatment is not a number, e.g. none; use = != or ~"),
         ({"where": "model.bias=yes"}, "model.bias is true or false"),
-        ({"where": "oelm"}, "'oelm' is no condition; e.g. treatment=oelm,optim.lr>1e-4"),
-        ({"where": "treatment=oelm,none"}, "'none' is no condition"),
+        ({"where": "oelm"}, "'oelm' is not a condition such as treatment=oelm,optim.lr>1e-4"),
+        ({"where": "treatment=oelm,none"}, "'none' is not a condition"),
         ({"where": "started>yesterday"}, "--where: 'yesterday' is not a date; e.g. started>2026-"),
-        ({"where": "=3"}, "is no condition"),
+        ({"where": "=3"}, "is not a condition"),
     ],
 )
 def test_a_bad_filter_is_one_line(options: dict[str, str], message: str) -> None:

@@ -166,7 +166,7 @@ def test_languages(tmp_path: Path) -> None:
     assert chinese.metrics["loss"] != run.metrics["loss"]
     lines = languages_lines(evaluate_languages(run, "en,zh", data_dir=tmp_path))
     assert [line.split()[0] for line in lines] == ["language", "en", "zh"]
-    with pytest.raises(fl.BadInput, match="'xx' is not one of xnli's; there are all, "):
+    with pytest.raises(fl.BadInput, match="'xx' is not a language of xnli; there are all, "):
         evaluate_languages(run, "en,xx", data_dir=tmp_path)
 
 

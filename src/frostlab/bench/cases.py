@@ -360,7 +360,7 @@ def _frozen_prefix(
         check=check,
         step=loops[0].kind_and_reason,
         notes=(
-            "no dropout; filling the cache counts in ours_prepare_s, not in the step times",
+            "no dropout; ours_prepare_s includes filling the cache, the step times do not",
             "the ceiling counts the last layer and the head",
         ),
         extra={
@@ -507,8 +507,8 @@ def _deep_supervision(
         step=loops[0].kind_and_reason,
         notes=(
             f"theirs: plain logits, {': '.join(loops[1].kind_and_reason)}",
-            f"a step with a loss at every layer takes {against_last['ratio']:.2f} times one with "
-            "a loss at the last layer",
+            f"a step with a loss at every layer takes {against_last['ratio']:.2f} × the time of "
+            "a step with a loss at the last layer",
         ),
         extra={
             "deep_ms": against_last["ours_ms"],

@@ -307,7 +307,9 @@ def judge(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Judge a comparison, or those of a group, again from the finished runs, without training.
+    """Judge a comparison, or all comparisons of a group, again from their finished runs.
+
+    Nothing is trained.
 
     This replaces evidence.json, comparison.json, timing.json, the page and the report; for
     a group, also its summary.

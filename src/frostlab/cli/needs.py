@@ -28,7 +28,7 @@ Names = Annotated[
     list[str],
     typer.Argument(
         metavar="NAME",
-        help="Name of a group, a recipe or a public data set, or the YAML file of a recipe.",
+        help="Name of a group, a recipe or a public data set, or a YAML file of a group or recipe.",
     ),
 ]
 
@@ -36,7 +36,7 @@ Names = Annotated[
 def check(
     names: Names, settings: Settings = None, data_dir: DataDir = None, as_json: AsJson = False
 ) -> None:
-    """Show which data sets, tokenizers and weights are here, in part or missing, and their size.
+    """Show the data sets, tokenizers and weights that recipes need, and which are missing.
 
     Nothing is downloaded. The exit code is 1 if something is missing.
     """

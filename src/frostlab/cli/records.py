@@ -78,7 +78,7 @@ def list_runs(
         str,
         typer.Option(
             metavar="KEYS", autocompletion=complete_keys,
-            help="Sort by these keys, with - from the largest, e.g. -accuracy (default: oldest "
+            help="Sort by these keys; -KEY sorts from the largest, e.g. -accuracy (default: oldest "
             "first).",
         ),
     ] = "",
@@ -94,7 +94,8 @@ def list_runs(
         str | None,
         typer.Option(
             metavar="KEYS", autocompletion=complete_keys,
-            help="Show means over runs that are equal in these keys; -seed: in all but the seed.",
+            help="Show means over the runs that agree in these keys; -seed: over the runs that "
+            "differ only in the seed.",
         ),
     ] = None,
     wide: Wide = False,
@@ -236,12 +237,14 @@ def _show_comparison(folder: Path, width: int | None, as_json: bool) -> None:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Return a comparison's files with their sizes, and its folders with their numbers of runs."""
+    """Return a comparison's files with their sizes, and its folders with their runs or files."""
     files = {}
     for path in sorted(folder.iterdir()):
         if path.is_dir():
-            count = sum(child.is_dir() for child in path.iterdir())
-            files[f"{path.name}/"] = f"{count} run{'s' * (count != 1)}"
+            inside = list(path.iterdir())
+            runs = sum(child.is_dir() for child in inside)
+            count, kind = (runs, "run") if runs or not inside else (len(inside), "file")
+            files[f"{path.name}/"] = f"{count} {kind}{'s' * (count != 1)}"
         elif path.is_file() and not path.name.startswith(".") and path.suffix != ".lock":
             files[path.name] = size_text(path.stat().st_size)
     return files
@@ -392,7 +395,7 @@ def verify(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Check that finished runs and comparisons are as they were written.
+    """Check that the files of finished runs and comparisons have not changed.
 
     Each has a manifest with the checksums of its files. One line is printed for every
     file that was changed, added or removed (in a checkpoint, only for the first), and

@@ -22,7 +22,7 @@ def report(
         typer.Option("--lang", metavar="en|zh|ja", help="Language of the verdicts."),
     ] = "en",
 ) -> None:
-    """Write a report: one page with figures that needs no other file, and its parts as files.
+    """Write a report: one page that needs no other file, and its figures and tables as files.
 
     The folder gets report.html, report.md, figures (SVG, PNG and PDF) and tables (CSV
     and LaTeX). An earlier report is replaced. In a folder of several comparisons, each

@@ -47,8 +47,7 @@ def recipes(
         bool,
         typer.Option(
             "--details",
-            help="Show what each experiment takes: parameters, tokens, FLOPs, time and memory, in "
-            "Markdown.",
+            help="Show each experiment's parameters, tokens, FLOPs, time and memory, in Markdown.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -60,8 +59,8 @@ def recipes(
     learning rate, and the result and the time that the sources reported. --json
     prints a list of objects with the keys kind (recipe, experiment, comparison or
     group), name and about; with --group, it prints the group and its experiments as
-    one object. --details shows what the experiments of the group, or of all groups,
-    take.
+    one object. --details shows how large and how costly the experiments of the
+    group, or of all groups, are.
     """
     if details:
         _show_details(group, as_json)

@@ -71,9 +71,9 @@ def evaluate(
 ) -> None:
     """Evaluate the best weights of a run, on its own data or on other data.
 
-    Only the run's folder is needed, and the data to evaluate. With the hardware,
-    libraries and number of threads of a run of one process, the report split gives
-    exactly the metrics of its record. Without --out, nothing is written.
+    Only the run's folder is needed, and the data to evaluate. If the run used one
+    process, the report split gives exactly the recorded metrics on the same hardware,
+    with the same libraries and number of threads. Without --out, nothing is written.
     """
     check_data_dir(data_dir)
     changes = settings_from(settings)
@@ -115,8 +115,8 @@ def predict(
         str,
         typer.Argument(
             metavar="FILE",
-            help="Texts: a .txt file or - (standard input), a text a line, or a csv, tsv, jsonl or "
-            "parquet file with the recipe's columns. EEG: a file or folder of recordings.",
+            help="Texts: a .txt file or - (standard input) with one text per line, or a csv, tsv, "
+            "jsonl or parquet file with the recipe's columns. EEG: a file or folder of recordings.",
         ),
     ],
     out: Annotated[
@@ -165,7 +165,7 @@ def predict(
 
 
 def _show_caution(run: "Run") -> None:
-    """Warn about a scaled run, or one with stand-ins, apart from the output itself."""
+    """Warn, on stderr, about a scaled run or one with stand-ins."""
     if run.recipe.caution is not None:
         echo(plain(f"caution: {run.folder.name}: {run.recipe.caution}"), err=True)
 
@@ -252,7 +252,7 @@ def generate(
             metavar="P", help="Draw from the most probable tokens that sum to P; 1: from all."
         ),
     ] = 0.95,
-    tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens of a sample.")] = 100,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Maximum tokens of a sample.")] = 100,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the samples.")] = 0,
     device: Device = None,
     runs: RunsFolder = Path("runs"),

@@ -363,7 +363,7 @@ class TimedArm:
     low: float | None  # ends of the ratio's interval; the intervals of all arms hold together
     high: float | None
     ceiling: float | None  # lower bound on the ratio, by the saved FLOPs; None if unknown
-    limits: dict[str, Any] | None  # FLOPs and Adam's traffic: the arm's, the baseline's (`_all`)
+    limits: dict[str, Any] | None  # FLOPs and Adam's memory traffic; keys in `_all`: the baseline's
     flag: str | None  # likely reason for a gain that is larger than the saved FLOPs allow
     word: Word | None  # verdict on the time; None for the baseline
     sentence: str | None  # the word and its numbers in a sentence

@@ -239,9 +239,9 @@ class Judged:
         arms = {own.name: own for own in plan.arms}
         differing = plan.confounds_between(arms[against], arms[arm])
         unproven = self.runs.unproven.get(arm) or self.runs.unproven.get(against)
-        # A run that cannot be paired with the baseline's is left out of values (see `_judge`). Runs
-        # that cannot be paired make a statement about gains, or about two other arms, unproven:
-        # its values prove nothing.
+        # `_judge` leaves a run that cannot be paired with the baseline's out of a statement about
+        # values against the baseline. Any other statement becomes unproven if two of its runs
+        # cannot be paired.
         is_baseline = against == plan.baseline.name
         if unproven is None and (of == "gain" or not is_baseline):
             unproven = self.runs.why_unpaired(arm, against)
@@ -288,7 +288,7 @@ def _identical(runs: Runs, arm: str, against: str) -> bool:
 
 
 def _at_chance(runs: Runs, arm: str) -> bool:
-    """Return whether an arm's accuracy may be that of always naming the commonest class.
+    """Return whether an arm's accuracy may be that of always predicting the most common class.
 
     It may be if its mean over seeds is within two standard errors of that class's frequency. For a
     correlation, return whether its interval over seeds includes 0. Other metrics have no known

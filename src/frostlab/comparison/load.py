@@ -1,6 +1,6 @@
 """Loading of a comparison's plan from a recipe, a YAML file, a dict or runs, with all checks.
 
-A comparison has the keys of a `Plan`, but for `name`, `quick` and `runs`, in a shorter notation:
+A comparison has the keys of a `Plan`, except `name`, `quick` and `runs`, in a shorter notation:
 `seeds: 6` and `arms: baseline,oelm` replace lists, the rules are keys at the top level, and `set`
 changes the recipe. The plan of runs that have ended follows from their recipes: each group of runs
 is an arm, named after its differences from the others.
@@ -52,7 +52,7 @@ KEYS = ("set", *_RULES, *(key for key in Plan.model_fields if key not in _SET_HE
 _INSTEAD = {"treatment": "arms", "seed": "seeds"}  # settings that cannot be set: the key to use
 _TUNABLE = {"lr": "optim.lr", "decay": "optim.decay"}  # settings that can be tuned by name alone
 _GRID = (1 / 3, 1.0, 3.0)  # default grid, in multiples of the recipe's value
-_SAME = ("about", "seed", "treatment")  # recipe keys that are not settings of an arm
+_LEFT_OUT = {"about", "seed", "treatment"}  # recipe keys that are not settings of an arm
 _LONG_PATH = 300  # most characters of a path in an error message
 _QUICK_SEEDS, _QUICK_TIMING = 3, {"seconds": 20.0}  # defaults of a quick comparison
 
@@ -74,7 +74,7 @@ def make_plan(
         settings: recipe settings for every arm by dotted key, such as `{"optim.lr": 1e-4}`. The
             scale `{"scale": "tiny"}` makes each arm smaller after its own settings.
         quick: plan short runs, and by default fewer seeds and shorter step timing.
-        stand_in: a function that replaces missing data or weights, such as by built-in data.
+        stand_in: a function that replaces missing data or weights, for example by built-in data.
     """
     values, label = _read(source)
     values |= changes or {}
@@ -179,7 +179,7 @@ def _validated(values: dict[str, Any], label: str) -> Plan:
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, BadInput):
             raise
-        raise BadInput(f"{label}: a value is not plain ({first_line(error)})") from None
+        raise BadInput(f"{label}: a value does not fit JSON ({first_line(error)})") from None
     try:
         return Plan.model_validate_json(text)
     except ValidationError as error:
@@ -520,14 +520,14 @@ def _check_pairable(baseline: _ChosenRuns, arm: _ChosenRuns) -> None:
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that define an arm, without the path of the data."""
-    values = recipe.model_dump(mode="json", exclude=set(_SAME))
+    values = recipe.model_dump(mode="json", exclude=_LEFT_OUT)
     values["data"] = {key: value for key, value in values["data"].items() if key != "path"}
     return values
 
 
 def changed_settings(recipe: Recipe, other: Recipe) -> dict[str, Any]:
     """Return the settings of `other` in which it differs from a recipe, besides its treatment."""
-    left, right = (either.model_dump(mode="json", exclude=set(_SAME)) for either in (recipe, other))
+    left, right = (either.model_dump(mode="json", exclude=_LEFT_OUT) for either in (recipe, other))
     return dict(_changed(left, right))
 
 

@@ -318,7 +318,7 @@ def _environment(record: RunRecord) -> dict[str, Any]:
 def _arm_values(evidence: Evidence, name: str) -> dict[str, Any]:
     """Return an arm's performance, trainable parameters and times.
 
-    The values of the study's scripts are nested, and also flat: keys of the arm itself.
+    The values that the study's scripts wrote appear twice: in sections, and directly in the arm.
     """
     arm = evidence.arms[name]
     fraction, parameters = _trainable_fraction(arm), arm.parameters
@@ -524,9 +524,9 @@ def _effect(
     form: Callable[[float | None], Any] = lambda value: value,
     falls: bool = False,
 ) -> dict[str, Any]:
-    """Return a paired effect, under a key, with its interval; each number in a form.
+    """Return a paired effect under `key`, with its interval; `form` formats each number.
 
-    If the form `falls` as the effect rises, the ends of the interval change places.
+    If the formatted number `falls` as the effect rises, the ends of the interval change places.
     """
     low, high = (effect.high, effect.low) if falls else (effect.low, effect.high)
     return {

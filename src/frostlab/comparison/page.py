@@ -162,7 +162,7 @@ def _earlier(look: EarlierLook) -> str:
     return f"earlier look: {day}, {look.metric}, {look.seeds} seeds, {look.folder}"
 
 
-def _beside(evidence: Evidence) -> str:
+def _further_numbers(evidence: Evidence) -> str:
     """Return further numbers about every arm but the baseline, from which no verdict follows."""
     verdicts = evidence.verdicts
     rows = []
@@ -262,10 +262,10 @@ def _performance(evidence: Evidence) -> str:
         "clipped less. The next table shows the effect over paired seeds. All "
         "intervals about the same metric hold simultaneously, with "
         f"{100 * (1 - evidence.rules.level):.4g} % confidence; the effect on perplexity is the "
-        "ratio of geometric means, which the columns with means show. Retained: the share of "
-        "the baseline's value that the arm has (of perplexity and loss the reverse), above 100 % "
-        "if it is better. p is multiplied by the number of statements. "
-        "Only the first metric is judged, so nothing is said about the others."
+        "ratio of geometric means, which the columns with means show. Retained: the arm's value "
+        "divided by the baseline's (for perplexity and loss the baseline's divided by the arm's), "
+        "so more than 100 % is better. p is multiplied by the number of statements. "
+        "Only the first metric is judged; the others get no verdict."
     )
     return "\n\n".join([
         markdown(["arm", "seeds", *metrics, "cv", "trainable", "clipped"], rows),
@@ -277,7 +277,7 @@ def _performance(evidence: Evidence) -> str:
 
 
 def _means(evidence: Evidence, arm: str, metric: str) -> list[str]:
-    """Return the means of an arm and the baseline, and the share of the baseline's retained."""
+    """Return the means of an arm and the baseline, and the share that the arm retains."""
     share = retained(evidence, arm, metric)
     return [
         number(mean_of(evidence, arm, metric)),
@@ -409,7 +409,7 @@ def _tuning_curves(setting: TunedSetting) -> str:
     note = (
         f"{escaped(setting.key)}: the mean over the seeds of the metric, on the split that selects "
         "the weights, with its 95 % interval; the grid is the same for every arm. For each seed, "
-        "the value is chosen by the other seeds, if there are any; `best` is the choice of all. "
+        "the other seeds choose the value, if there are any; `best` is the choice of all seeds. "
         "If several settings are tuned, the others have their best values here."
     )
     if setting.extended:
@@ -519,7 +519,7 @@ SECTIONS: tuple[tuple[str, Callable[[Evidence], str]], ...] = (
     ("The questions", _planned_questions),
     ("The five questions", _default_questions),
     ("Performance", _performance),
-    ("Beside the verdicts", _beside),
+    ("Further numbers without a verdict", _further_numbers),
     ("Subjects", _subjects),
     ("Segments", segments_section),
     ("Gradients", _gradients),

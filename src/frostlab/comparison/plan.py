@@ -264,7 +264,7 @@ class TimingPlan(Strict):
     """The conditions that end the timing of the arms' steps (see `timing.interleave.StopRule`)."""
 
     seconds: Annotated[float, Field(gt=0)] = 60.0  # time limit
-    width: Annotated[float, Field(gt=0, lt=1)] = 0.01  # target of all intervals, over the ratio
+    width: Annotated[float, Field(gt=0, lt=1)] = 0.01  # wanted width of all intervals ÷ ratio
 
 
 class Plan(Strict):
@@ -282,7 +282,7 @@ class Plan(Strict):
     contrasts: tuple[Contrast, ...] = Field(default=(), max_length=1000)
     rounds: Annotated[int, Field(ge=0, le=MOST_RUNS)] = 0  # extra runs per arm, only to time them
     clock: TimingPlan | None = TimingPlan()  # None: steps are not timed
-    assay: bool = False  # whether to test the comparison: the baseline with half its steps
+    assay: bool = False  # whether to check that the baseline with half its steps is found worse
     quick: bool = False  # whether long runs are shortened
     # by arm and seed: the folders of the runs, if the comparison does not train them; relative to
     # the comparison's folder in plan.json, absolute before that
@@ -538,7 +538,7 @@ def check_settings_exist(
 ) -> None:
     """Refuse a key unless it is a section, a dotted key or, if allowed, the last part of one."""
     paths = _paths(recipe.to_dict())
-    by_last = {path.rpartition(".")[2]: path for path in reversed(paths)}  # the first counts
+    by_last = {path.rpartition(".")[2]: path for path in reversed(paths)}  # the first path wins
     names = {*recipe.to_dict(), *paths, *(by_last if by_last_part else ())}
     for key in keys:
         if key not in names:

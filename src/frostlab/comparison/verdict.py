@@ -398,7 +398,7 @@ class _Case:
             return ""
         return (
             f"; the differences have a long tail towards the other side of zero (skewness "
-            f"{skewed:+.2g}), as up to 1 in 3 normal samples have, so a rare run may undo this"
+            f"{skewed:+.2g}; up to 1 in 3 normal samples have it), so rare runs may undo the effect"
         )
 
     def _small_effect(self) -> str:

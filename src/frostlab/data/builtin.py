@@ -142,11 +142,11 @@ def _write_docstrings(
 def _pairs(
     docs: list[Docstring], elsewhere: list[Docstring], kinds: int
 ) -> list[dict[str, str | int]]:
-    """Pair equal shares of the summaries with their own body (label 1) and another one's body (0).
+    """Pair summaries with bodies, in equal numbers of pairs for each of two or three kinds.
 
-    With three kinds, a third has a body from `elsewhere`, another package (label 2). Docstrings
-    that are left over are not used. A single mismatched summary gets the body of the first
-    docstring.
+    The body belongs to the summary (label 1), to another docstring of the package (0) or, with
+    three kinds, to one of another package, from `elsewhere` (2). Docstrings that are left over are
+    not used. A single mismatched summary gets the body of the first docstring.
     """
     share = len(docs) // kinds
     rows = [(doc.summary, doc.body, 1) for doc in docs[:share]]

@@ -80,7 +80,7 @@ def given_split(path: str | Path, role: str, key: str, named: object = None) -> 
 def recipe_split(
     data: TextData, role: str, language: str | None, data_dir: Path | None, cache: Path
 ) -> Split:
-    """Return the split that has a role in a recipe; refuse a role that is a share of train."""
+    """Return the split that has this role in a recipe; refuse a split that is a share of train."""
     if role == "tune" and data.splits == "published":
         raise BadInput(
             "--split tune: a run with data.splits published has no tune split; use report"
@@ -143,8 +143,8 @@ def read_texts_to_predict(path: str, columns: Columns) -> Iterator[Texts]:
             return
     if len(columns.texts) > 1:
         raise BadInput(
-            f"the run reads pairs of texts, and {path} has one text a line; use a csv, tsv, jsonl "
-            f"or parquet file with the columns {' and '.join(columns.texts)}"
+            f"the run reads pairs of texts, and {path} has one text per line; use a csv, tsv, "
+            f"jsonl or parquet file with the columns {' and '.join(columns.texts)}"
         )
     lines = read_stream_texts(sys.stdin.buffer) if path == STDIN else read_texts(split.files[0])
     yield from ((text,) for text in lines)

@@ -32,7 +32,7 @@ from frostlab.recipe.recipe import Recipe
 Kind = Literal["data", "tokenizer", "weights"]
 # Files of a model on the hub, except pickled weights and other libraries' formats.
 _MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
-_EXCERPT = 4  # a set this many times smaller than the public one is not just better compressed
+_EXCERPT = 4  # a set this many times smaller than the public one is an excerpt of it
 _COMMIT = re.compile(r"[0-9a-f]{40}")  # the last folder of a data set in the cache of `datasets`
 
 
@@ -45,7 +45,8 @@ class Need:
     recipes: tuple[str, ...]  # the recipes that need it
     place: str | None = None  # where it was found; None: nowhere
     size: int | None = None  # bytes on disk if it is here, else to download; None: not known
-    # approximate bytes of the whole public set, for a set in the data folder without `rows`
+    # approximate bytes of the whole public set; only for a set in the data folder whose examples
+    # are not counted
     whole: int | None = None
     # by split: number of examples here, and in the public set; None: not counted
     rows: dict[str, tuple[int, int]] | None = None

@@ -409,7 +409,7 @@ def check_language(name: str, language: str) -> None:
     """Refuse a language that XNLI does not have."""
     if name == "xnli" and language not in LANGUAGES:
         hint = nearest(language, LANGUAGES) or f"; there are {', '.join(LANGUAGES)}"
-        raise BadInput(f"data.language {language} is not one of xnli's{hint}")
+        raise BadInput(f"data.language {language} is not a language of xnli{hint}")
 
 
 def data_folder(data_dir: Path | None) -> Path | None:

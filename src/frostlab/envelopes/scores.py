@@ -431,8 +431,8 @@ def scores_table(decoders: Mapping[str, EnvelopeScores], best: float | None = No
     lines.append(
         f"{counted(first.subjects, 'subjects')}, {counted(first.recordings, 'recordings')}; "
         "r: mean by Fisher's z over subjects, with its t interval; chance: 95 of 100 means with "
-        "mismatched envelopes are below; p ≤ 0.05: subjects; match: right choices between the "
-        "envelope of a window and a wrong one"
+        "mismatched envelopes are below; p ≤ 0.05: number of such subjects; match: right choices "
+        "between the envelope of a window and a wrong one"
     )
     return "\n".join(lines)
 

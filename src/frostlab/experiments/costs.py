@@ -1,7 +1,8 @@
-"""The catalogue: what every experiment of a group takes, from its recipe and without its data.
+"""The catalogue: the steps, FLOPs, time and memory of every experiment of a group.
 
-Times are those of measured steps (`frostlab.experiments.steps`): an experiment with a step that was
-not measured has no time. Its peak memory is then an estimate or, for a Conformer, not known.
+Everything is computed from the recipe, without the data. Times are those of measured steps
+(`frostlab.experiments.steps`): if a step of an experiment was not measured, its time is not known,
+and its peak memory is an estimate or, for a Conformer, not known.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +38,7 @@ _GIGABYTE = 1e9
 
 @dataclass(frozen=True)
 class Entry:
-    """An experiment and what it takes; a number that is None is not known."""
+    """An experiment and its cost; a number that is None is not known."""
 
     id: str
     extends: str | None  # the recipe that its recipe extends, if any
@@ -52,11 +53,11 @@ class Entry:
     memory_bytes: int | None  # at the peak of a step
     memory_measured: bool  # else `memory_bytes` is an estimate
     reported: dict[str, float]  # by metric: what the sources (published studies) reported
-    optional: bool  # whether the sources left it to the reader
+    optional: bool  # whether the sources only suggest this experiment
 
 
 def catalogue(groups: Iterable[Group]) -> dict[str, list[Entry]]:
-    """Return the experiments of each group, by its name, with what they take."""
+    """Return the experiments of each group with their costs, by the group's name."""
     models: Models = {}
     return {
         group.name: [
@@ -149,7 +150,7 @@ def _memory(recipe: Recipe, parts: Anatomy, tokens: int) -> int:
 # The page
 
 _ABOUT = f"""\
-Every experiment of these groups with what it takes. `frostlab recipes --details` prints this page,
+Every experiment of these groups with its cost. `frostlab recipes --details` prints this page,
 `--group NAME` one group of it, and `--json` its values. What the ids mean, and what differs from
 the sources, is in [From the sources](from-the-sources.md).
 
@@ -157,11 +158,11 @@ the sources, is in [From the sources](from-the-sources.md).
 - *parameters*, *trainable*: in the last stage, if there are several.
 - *steps*: "≤" if patience can end a stage earlier.
 - *tokens*: steps × batch × length, so padding and an incomplete last batch count. For EEG, samples.
-- *FLOPs*: matmuls of all steps, forward and backward, with what freezing saves.
+- *FLOPs*: matmuls of all steps, forward and backward, without those that freezing saves.
 - *time*: of the steps alone on one {MACHINE}, without evaluations and set-up: the number of steps
-  of each stage times the time of such a step in the table below, which is that of a full batch
-  without padding; the mask of padded batches is not in it.
-- *memory*: at the peak of a step, the largest of all stages, in the same table. A value with "≈"
+  of each stage times the time of such a step in the table at the end of this page. Those steps have
+  full batches without padding, so the time of a padding mask is not included.
+- *memory*: at the peak of a step, from the same table; the largest of all stages. A value with "≈"
   is an estimate where a step was not measured: 4 bytes per parameter and 12 per trainable parameter
   (gradient and Adam's moments), the values that a layer keeps for its backward pass (16 per token
   and unit of the width, and 2 bytes of dropout masks), and a language model's logits. For BERT-base

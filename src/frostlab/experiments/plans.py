@@ -1,9 +1,9 @@
 """Plans of a group's comparisons, as published or fair.
 
-As published, the arms (variants to compare) are experiments of the sources: each has its own
-treatment, and every setting in which it differs from the first is declared as a confound. In a fair
-comparison, the arms differ only in what is compared, and by default the learning rate of each arm
-is tuned.
+As published, the arms (variants to compare) are experiments of the sources (published studies):
+each has its own treatment, and every setting in which it differs from the first is declared as a
+confound. In a fair comparison, the arms differ only in what is compared, and by default the
+learning rate of each arm is tuned.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -37,8 +37,8 @@ _FAIR = (
 )
 _NOTE = (
     "Mean ± standard deviation over the finished runs that can be paired. Gap: the paired effect "
-    "against the baseline with its interval, a ratio for perplexity. Kept: the arm's metric as a "
-    "share of the baseline's (the inverse if lower values are better), so more is better. "
+    "against the baseline with its interval, a ratio for perplexity. Retained: the arm's metric "
+    "divided by the baseline's (the inverse if lower values are better), so more is better. "
     "Source: the number that the sources reported. Step time: relative to the baseline's, "
     "from steps that the arms took in turn; if the timing is unproven, it cannot be trusted, and "
     "the comparison's page says why."
@@ -84,7 +84,7 @@ def _section(comparison: ComparisonSummary, as_published: bool) -> str:
     heading = f"## {escaped(comparison.name)}"
     if comparison.status != "finished":
         return f"{heading}\n\n{comparison.status.capitalize()}."
-    head = ["arm", str(comparison.metric), "gap", "verdict", "kept", "source", "step time",
+    head = ["arm", str(comparison.metric), "gap", "verdict", "retained", "source", "step time",
             "verdict on time", "confounded by"]  # fmt: skip
     rows = [
         [
@@ -142,7 +142,7 @@ def _lines(comparison: ComparisonSummary, as_published: bool, width: int | None)
     """Return one comparison as lines: remarks, a table of its arms, a line for each verdict."""
     if comparison.status != "finished":
         return [f"{comparison.name}: {comparison.status}"]
-    rows = [["arm", str(comparison.metric), "gap", "kept", "source"]]
+    rows = [["arm", str(comparison.metric), "gap", "retained", "source"]]
     rows += [
         [arm.arm, _spread(arm.mean, arm.std), "" if arm.gap is None else effect_text(arm.gap),
          _share(arm.retained), _reported(arm, comparison.metric)]

@@ -2,7 +2,7 @@
 
 The source is the study whose Conformer docs/eeg.md repeats. It wants the norm of the whole gradient
 (`Gradient/norm`) steady between 1 and 10, and has advice for three troubles. Both are shown with
-the run's own numbers. They are no targets: a run does not fail by them.
+the run's own numbers. They are advice: no run fails because of them.
 """
 
 import math
@@ -173,7 +173,7 @@ def _advice(
 ) -> str:
     if not settings:
         tried = ", ".join(f"{key}={value:g}" for key, value in wanted.items())
-        return f"for {trouble}, the source tries {tried}; this run is there or beyond already"
+        return f"for {trouble}, the source tries {tried}; this run already goes as far or further"
     values = [
         f"{key}={value:g} (here {'none' if have[key] is None else f'{have[key]:g}'})"
         for key, value in settings.items()

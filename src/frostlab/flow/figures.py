@@ -255,7 +255,7 @@ def _cells(grid: Grid) -> list[dict[str, Any]]:
 
 
 def _heat(grid: Grid, width: int = _WIDTH) -> Any:
-    """Return a heat map without a title and without data, which have the quantity's name."""
+    """Return a heat map without a title; its data, named like the quantity, are added later."""
     alt, _ = require_drawing(_PURPOSE)
     names = [label(row.name) for row in grid.rows]
     # room for row names, 6.5 px per character: browser fonts are wider than vl_convert's

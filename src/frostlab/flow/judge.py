@@ -33,7 +33,7 @@ class Rules:
     A ratio is |update| / |weight| without the contribution of weight decay, scaled to the highest
     learning rate that the part has had. A part's ratio and gradient are medians over the last
     reports. Peers are the other parts with the same role or, in an unknown architecture, with the
-    same module path but for numbers.
+    same module path except for numbers.
     """
 
     window: int = 5  # number of last reports that are judged
@@ -419,7 +419,7 @@ def _cause_of(recent: RecentReports, i: int, part: PartFacts) -> tuple[str, str]
         why = f"its gradient vanishes, {amount}"
         hint = "add a residual path or norms; a larger learning rate for this part helps a little"
         if recent.flow.optimizer in rules.normalising:
-            hint += f", though {recent.flow.optimizer} undoes a scale"
+            hint += f", though {recent.flow.optimizer} undoes a gradient scale"
         else:
             hint += f"; AdamW divides by a gradient's size, {recent.flow.optimizer} does not"
     elif part.dtype in ("bfloat16", "float16"):

@@ -38,7 +38,7 @@ def own_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 class Probe:
-    """Measures norms and dot products per part, maxima of front, back and output, and rates.
+    """Measures norms and dot products per part, maxima of front, back and output, learning rates.
 
     It keeps a copy of the initial weights for `distance`, a copy of the previous gradients for
     `gradient_cosine` and, between `before_step` and `after_step`, the copies of `Updates`.

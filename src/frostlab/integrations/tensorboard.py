@@ -1,7 +1,7 @@
 """TensorBoard event files of losses, metrics and gradient flow, written live or from a record.
 
 Gradient flow is the norms of gradients and updates in each part of a model (the tensors of one role
-in one layer, or outside the layers); a report has those of one step.
+in one layer, or outside the layers); a report holds the norms of one step.
 """
 
 import math
@@ -195,7 +195,7 @@ def sample(model: nn.Module, gradient: Gradient = own_gradient) -> Samples:
         by_device.setdefault(elements.device, {})[tag] = elements
     samples: Samples = {}
     for by_tag in by_device.values():
-        joined = torch.cat(list(by_tag.values())).cpu().numpy()  # a copy on every device
+        joined = torch.cat(list(by_tag.values())).cpu().numpy()  # `cat` copies, also on the CPU
         ends = np.cumsum([len(elements) for elements in by_tag.values()])
         samples |= dict(zip(by_tag, np.split(joined, ends[:-1]), strict=True))
     return {tag: samples[tag] for tag in tensors}
@@ -353,7 +353,7 @@ def _stored_histograms(files: Sequence[Path], last: int) -> Iterator[Any]:
     """Yield the histograms up to step `last` of event files, each once and from the newest file.
 
     A record is the length of an event (8 bytes) and a checksum (4), the event, and a checksum (4).
-    The end of a file may be damaged, as after a crash; what follows the damage is left out.
+    The end of a file may be damaged, as after a crash; records from there on are left out.
     """
     purpose = "reading event files"
     event_type: Any = require("tensorboardX.proto.event_pb2", "tensorboard", purpose).Event

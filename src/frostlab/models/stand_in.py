@@ -1,7 +1,7 @@
 """Stand-ins: built-in data, learned tokenizers and random weights in place of missing ones.
 
-A stand-in has the form of what is missing: as many classes, pairs for pairs, running text for
-running text, EEG for EEG, the same architecture (narrower below full scale). Nothing else is
+A stand-in has the form of the missing data or model: as many classes, pairs for pairs, running text
+for running text, EEG for EEG, the same architecture (narrower below full scale). Nothing else is
 replaced, and a user's own text never is. The recipe records a stand-in in `stands_for`, and its
 runs show a warning with their results.
 """
@@ -43,7 +43,7 @@ def suggesting_stand_in() -> Iterator[None]:
 def with_stand_ins(recipe: Recipe, data_dir: str | Path | None = None) -> Recipe:
     """Return the recipe with stand-ins for its missing data, tokenizer and pretrained weights.
 
-    Settings that only the stand-in has take their defaults, at the recipe's scale.
+    Settings that only the stand-in has take their defaults, reduced to the recipe's scale.
 
     Raises:
         BadInput: nothing stands in for a missing model, because its architecture is not known.

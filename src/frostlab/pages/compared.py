@@ -57,7 +57,7 @@ class Compared:
 
     @cached_property
     def baseline(self) -> str:
-        """Name of the baseline, to show."""
+        """Name of the baseline without control characters, to show it."""
         return plain(self.evidence.baseline)
 
     def of_arm(self, arm: str, *keys: str | int, format: str = "number") -> Cell:
@@ -69,7 +69,7 @@ class Compared:
         return arm_key(arm, self.evidence.baseline, self.evidence.oelm)
 
     def time_of(self, name: str) -> Paragraph:
-        """Return the verdict on the time of an arm's step; red unless it is proven."""
+        """Return the verdict on an arm's step time; red if unproven, confounded or flagged."""
         timing, confounded = self.evidence.timing, bool(self.evidence.confounds.get(name))
         assert timing is not None
         pieces: list[str | Cell] = [self.cell("timing", "arms", name, "sentence", format="text")]
@@ -189,7 +189,7 @@ def _foreign(compared: Compared, name: str) -> Paragraph:
 
 
 def _doubts(compared: Compared) -> list[Paragraph]:
-    """Return what is confounded, missing or unproven, to show in red."""
+    """Return, in red, everything that is confounded, missing or unproven."""
     evidence, blocks = compared.evidence, []
     for number, arm in enumerate(compared.arms):
         if len(evidence.arms[arm].finished) < len(evidence.arms[arm].runs):
@@ -214,7 +214,8 @@ def _doubts(compared: Compared) -> list[Paragraph]:
     blocks += facts.refused_pairs(compared)
     blocks += _notes(compared, only_doubts=True)
     if len(blocks) > _SHOWN_DOUBTS:
-        more = item("Further doubts are listed under Verdicts and under What differs.", alarm=True)
+        more = item("Further doubts are listed under “Verdicts” and “What differs between the "
+                    "arms”.", alarm=True)  # fmt: skip
         blocks = [*blocks[:_SHOWN_DOUBTS], more]
     return blocks
 
@@ -285,7 +286,7 @@ def _verdicts(compared: Compared) -> list[Block]:
     blocks += [_earlier_look(compared, number) for number, _ in enumerate(evidence.earlier_looks)]
     used = {verdict.word for verdict in evidence.verdicts.values()}
     blocks += [words(f"“{word}” means: {text}.") for word, text in MEANINGS.items() if word in used]
-    return [*blocks, *tables.beside_verdicts(compared)]
+    return [*blocks, *tables.further_numbers(compared)]
 
 
 def _repeat(compared: Compared) -> Paragraph:
@@ -340,7 +341,7 @@ def _earlier_look(compared: Compared, number: int) -> Paragraph:
 
 
 def _questions(compared: Compared) -> list[Block]:
-    """Answer the plan's questions; without them, and with an OELM arm, the five of that study."""
+    """Answer the plan's questions; if there are none, the OELM study's five about an OELM arm."""
     evidence = compared.evidence
     blocks: list[Block] = []
     for number, answer in enumerate(evidence.contrasts):
@@ -441,7 +442,7 @@ def _orthogonality(compared: Compared) -> list[str | Cell]:
             *_note_pieces(compared, verdict, "orthogonality"), scale]  # fmt: skip
 
 
-Make = Callable[[Compared], Sequence[Block]]  # the blocks of a section; none if it does not apply
+Make = Callable[[Compared], Sequence[Block]]  # makes the blocks of a section, possibly none
 SECTIONS: tuple[tuple[str, str, tuple[Make, ...]], ...] = (
     ("verdicts", "Verdicts", (_verdicts,)),
     ("questions", "The questions", (_questions,)),

@@ -14,13 +14,13 @@ from frostlab.text import plain
 if TYPE_CHECKING:
     from frostlab.pages.compared import Compared
 
-_SHOWN_CLASSES = 60  # that the table of classes shows
+_SHOWN_CLASSES = 60  # most rows of the table of classes
 _LENGTHS = {"least": "shortest", "median": "median", "mean": "mean", "most": "longest",
             "cut": "cut"}  # fmt: skip
 
 
 def confounds(compared: "Compared") -> list[Paragraph]:
-    """Return what is confounded with the treatment of each arm, in red."""
+    """Return, in red, the differences that are confounded with the treatment of each arm."""
     return [
         item(f"{plain(name)} is confounded: it also differs from {compared.baseline} in ",
              compared.cell("confounds", name, format="list"), ".", alarm=True)
@@ -30,7 +30,7 @@ def confounds(compared: "Compared") -> list[Paragraph]:
 
 
 def refused_pairs(compared: "Compared") -> list[Paragraph]:
-    """Return which runs could not be paired and why, in red."""
+    """Return, in red, the runs that could not be paired, with the reason."""
     return [
         item(compared.cell("refused_pairs", number, "arm", format="text"), ", seed ",
              compared.cell("refused_pairs", number, "seed", format="count"), ", is not paired: ",
@@ -177,7 +177,8 @@ def rules(compared: "Compared") -> list[Block]:
         ["metric", compared.cell("plan", "rules", "metric", format="text")],
         ["better", "lower values" if plan.rules.lower_is_better else "higher values"],
         ["compared as", "ratio" if plan.rules.log else "difference"],
-        ["alpha: false alarms allowed over all looks", compared.cell("plan", "rules", "alpha")],
+        ["alpha: false alarms allowed over all looks (analyses of the results)",
+         compared.cell("plan", "rules", "alpha")],
         ["confidence of the statements about the metric", compared.cell(format="confidence")],
         ["largest cost that does not matter",
          "not set" if plan.rules.margin is None else compared.cell(format="margin")],
@@ -185,10 +186,10 @@ def rules(compared: "Compared") -> list[Block]:
          "not set" if plan.rules.minimum_effect is None
          else compared.cell("plan", "rules", "minimum_effect")],
         ["planned looks", compared.cell("plan", "rules", "looks", format="count")],
-        ["this look", compared.cell("look", format="count")],
+        ["number of this look", compared.cell("look", format="count")],
         ["seeds", compared.cell("plan", "seeds", format="list")],
         ["allowed confounds", compared.cell("plan", "allow_confounds", format="list")],
-        ["planted harm", "yes" if plan.assay else "no"],
+        ["planted harm (the baseline with half its steps)", "yes" if plan.assay else "no"],
         ["alternating whole runs per arm", compared.cell("plan", "rounds", format="count")],
     ]  # fmt: skip
     if plan.rules.timed:
@@ -206,7 +207,7 @@ def rules(compared: "Compared") -> list[Block]:
     return [
         table("rules", "Rules", ["rule", "value"], rows),
         table("settings", "The recipe that all arms share", ["setting", "value"], settings,
-              "Settings that are not set are left out."),
+              "Settings without a value are left out."),
     ]  # fmt: skip
 
 
@@ -270,7 +271,7 @@ def notes(compared: "Compared") -> list[Block]:
                          compared.records.cell(file, "tags", format="list")])  # fmt: skip
     if not rows:
         return []
-    return [table("notes", "What users noted", ["of", "day", "note", "tags"], rows)]
+    return [table("notes", "What users noted", ["about", "day", "note", "tags"], rows)]
 
 
 def methods(compared: "Compared") -> list[Block]:
@@ -282,8 +283,8 @@ def methods(compared: "Compared") -> list[Block]:
         compared.records.cell(COMPARISON, "model", format="text"), " on ",
         compared.records.cell(COMPARISON, "dataset", format="text"), ") with ",
         compared.cell("plan", "seeds", format="length"),
-        " seeds each; arms with the same seed start from the same weights where the treatment "
-        "leaves them, and see the same examples in the same order. ",
+        " seeds each; arms with the same seed see the same examples in the same order, and start "
+        "from the same weights, except for those that a treatment changes. ",
     ]  # fmt: skip
     for name in compared.arms:
         pieces += [f"In the arm {plain(name)}, the treatment is: ",

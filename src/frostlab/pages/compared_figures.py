@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from frostlab.pages.compared import Compared
 
 _EVIDENCE = "evidence.json"
-_ALPHA = 0.05  # of the intervals of means, which belong to no verdict
+_ALPHA = 0.05  # error level of the intervals of means, which belong to no verdict
 _DECADE = 10.0  # a loss or a perplexity that spans more is drawn on a logarithmic scale
 _SYMBOLS = 16  # most symbols on a line
 _HEAT_ROWS, _HEAT_COLUMNS, _HEAT_ARMS = 24, 24, 8  # of heat maps
@@ -88,7 +88,7 @@ def paired_differences(compared: "Compared") -> Figure | None:
     caption = f"Each dot is one seed's {what}; the dashed line is no difference."
     if any(row["low"] is not None or row["high"] is not None for row in effects):
         caption += " The line above the dots is the interval of the verdict, with the effect marked"
-        caption += "; an arrow means that it goes on."
+        caption += "; an arrow means that the interval goes on beyond the axis."
     if any("seen" in row for row in effects):
         caption += " A true effect inside the grey bar would be missed in more than 2 of 10 such"
         caption += " comparisons."
@@ -356,12 +356,12 @@ def time_ratios(compared: "Compared") -> list[Figure]:
     if band:
         caption += (
             " The grey band is the A/A control: the interval of a copy of the baseline against the "
-            "baseline. An effect of its size shows nothing."
+            "baseline. An effect inside it shows nothing."
         )
     if any("ceiling" in row for row in rows):
         caption += (
-            " The red mark is the ceiling: the FLOPs that the treatment saves explain no smaller "
-            "ratio."
+            " The red mark is the ceiling: the smallest ratio that the FLOPs saved by the "
+            "treatment explain."
         )
     if not timing.proven:
         caption += " These times are unproven."

@@ -1,4 +1,4 @@
-"""The tables of what a comparison measured: performance, time, convergence, tuning and others."""
+"""The tables of a comparison's measurements: performance, time, convergence, tuning and others."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Row = Sequence[str | Cell]
 COMPARISON, TIMING = "comparison.json", "timing.json"
-DOUBTFUL = ("confounded", "unproven", "too few seeds", "did not finish")  # words, shown in red
+DOUBTFUL = ("confounded", "unproven", "too few seeds", "did not finish")  # verdicts shown in red
 _BEST = {"accuracy": "best_accuracy", "perplexity": "best_ppl"}  # keys in comparison.json
 _FLOW = {  # title of each gradient-flow quantity
     "front_ratio": "front/output gradient",
@@ -52,7 +52,7 @@ def arm_name(compared: "Compared", name: str) -> str | Cell:
 
 
 def word(compared: "Compared", name: str, *keys: str | int) -> str | Cell:
-    """Return the word of a verdict on an arm; in red if it decides nothing."""
+    """Return the word of a verdict on an arm; in red if the verdict is doubtful."""
     if name == compared.evidence.baseline:
         return "the baseline"
     doubtful = compared.records.value("evidence.json", *keys, "word") in DOUBTFUL
@@ -102,9 +102,9 @@ def performance(compared: "Compared") -> list[Block]:
         f"Best {plain(metric)}: mean ± standard deviation over the runs that finished and can be "
         "paired, of the best weights on the reporting split. Against the baseline: the effect over "
         "paired seeds with its interval, a ratio if it ends in ×; all intervals hold "
-        "simultaneously. Retained: the share of the baseline's value that the arm has (of "
-        "perplexity and loss the reverse), more than all of it if the arm is better. Final loss: "
-        "of the last evaluation on the split that selects the weights."
+        "simultaneously. Retained: the arm's value divided by the baseline's (for perplexity and "
+        "loss the baseline's divided by the arm's), so more than 100 % is better. Final loss: of "
+        "the last evaluation on the split that selects the weights."
     )
     return [
         table("performance", "What every arm reached", head, rows, note),
@@ -149,11 +149,11 @@ def _further_metrics(compared: "Compared") -> list[Block]:
     if not rows:
         return []
     head = ["metric", "arm", "mean ± std", "against the baseline"]
-    note = "Only the metric of the rules is judged, so nothing is said about these."
+    note = "Only the metric that the rules name is judged; these metrics get no verdict."
     return [table("further-metrics", "Further metrics", head, rows, note)]
 
 
-def beside_verdicts(compared: "Compared") -> list[Block]:
+def further_numbers(compared: "Compared") -> list[Block]:
     """Return further numbers about every arm but the baseline, from which no verdict follows."""
     ends = "ends of a ratio" if compared.evidence.rules.log else "ends"
     rows = []
@@ -174,13 +174,13 @@ def beside_verdicts(compared: "Compared") -> list[Block]:
     note = (
         "p is multiplied by the number of statements. Retained: the share of the baseline's value, "
         "with its interval. Could have been seen: the smallest true "
-        "difference that would be found in 8 of 10 such comparisons. P(improvement): how often a "
+        "difference that 8 of 10 such comparisons would find. P(improvement): how often a "
         "run of the arm beats a run of the baseline, over all pairs of runs. P(cost > margin): "
         "posterior probability under a flat prior. However often one looks: an interval that stays "
         "valid if seeds are added until it excludes no difference. For other test examples: seeds "
         "and test examples are both taken as samples. No verdict follows from these numbers."
     )
-    return [table("beside-the-verdicts", "Beside the verdicts", head, rows, note)]
+    return [table("further-numbers", "Further numbers without a verdict", head, rows, note)]
 
 
 def times(compared: "Compared") -> list[Block]:
@@ -210,10 +210,10 @@ def _step_times(compared: "Compared") -> list[Block]:
     head = ["arm", "step", "ratio to the baseline", "FLOPs allow", "verdict", "remark", "kind",
             "peak memory", "optimizer", "trained weights"]  # fmt: skip
     note = (
-        "Median time of a step; the arms took turns in one process. The ratio has its interval, "
-        "and those of all arms hold simultaneously. FLOPs allow: the ceiling, the smallest ratio "
-        "that the saved matmuls explain. The A/A controls are more copies of the baseline: what "
-        "they differ by is not an effect."
+        "Median time of a step; the arms took turns in one process. The intervals of all ratios "
+        "hold simultaneously. FLOPs allow: the smallest ratio that the saved matrix products "
+        "explain. The A/A controls are further copies of the baseline, so their difference from "
+        "it is noise."
     )
     stopped = "the time was up" if timing.stopped_by == "time" else "all intervals were narrow"
     blocks: list[Block] = [
@@ -268,11 +268,11 @@ def _run_times(compared: "Compared") -> list[Block]:
         rows.append([title, *(_gap(compared, name, key, form) for name in arms)])
     rows = [row for row in rows if any(map(is_filled, row[1:]))]
     note = (
-        "Means over the finished runs; per epoch and per step leave out validation. Time saved is "
-        "(T of the baseline − T of the arm) / T of the baseline, of whole runs. Gaps have their "
-        "95 % interval, that of a step the interval of its verdict; a gap in red is unproven: "
-        "whole runs are not measured in turns and have no control. Variation is the standard "
-        "deviation divided by the mean."
+        "Means over the finished runs; the times per epoch and per step leave out validation. Time "
+        "saved is (T of the baseline − T of the arm) / T of the baseline, for whole runs. Gaps of "
+        "whole runs have 95 % intervals; the gap of a step has the interval of its verdict. A gap "
+        "in red is unproven or confounded; whole runs do not take turns and have no control, so "
+        "their gaps are unproven. Variation is the standard deviation divided by the mean."
     )
     scaled = any(
         compared.records.value(TIMING, "timing", compared.key(name), "per_epoch_scaled")
@@ -318,10 +318,10 @@ def convergence(compared: "Compared") -> list[Block]:
                                 for cell in (quantity, f"ratio of {quantity}"))]  # fmt: skip
     note = (
         "A run reaches the target at the first evaluation that is as good, so the numbers are only "
-        "as fine as the interval between evaluations. Reached: finished runs that reached it, of "
-        "all that finished or diverged. Ratios are paired by seed over the seeds with which both "
-        "arms reached it; the interval is unbounded on the side of an arm that reached it less "
-        "often. No verdict follows."
+        "as fine as the interval between evaluations. Reached: finished runs that reached the "
+        "target, of all runs that finished or diverged. Ratios are paired by seed, over the seeds "
+        "with which both arms reached it. If one arm reached it less often, the interval has no "
+        "bound on the side that is worse for this arm. No verdict follows."
     )
     target = words("The target is ", compared.cell("convergence", "metric", format="text"), " ",
                    compared.cell("convergence", "target", format="exact"),
@@ -329,8 +329,8 @@ def convergence(compared: "Compared") -> list[Block]:
                    compared.cell("convergence", "place", format="text"), ".")  # fmt: skip
     blocks: list[Block] = [target, table("target", "Until the target", head, rows, note)]
     if reached.evaluations == 1:
-        blocks.append(words("A run of the baseline was evaluated only once, so when it reached the "
-                            "target is not known.", alarm=True))  # fmt: skip
+        blocks.append(words("A run of the baseline was evaluated only once, so it is not known "
+                            "when it reached the target.", alarm=True))  # fmt: skip
     return blocks
 
 
@@ -359,8 +359,8 @@ def tuning(compared: "Compared") -> list[Block]:
         head = ["arm", setting.key, "score [95 %]", "seeds that chose it", "remark"]
         note = (
             "Score: the mean over the seeds of the metric, on the split that selects the weights. "
-            "The grid is the same for every arm. For each seed, the value is chosen by the other "
-            "seeds, if there are any; best is the choice of all."
+            "The grid is the same for every arm. The value for each seed is chosen by the scores "
+            "of the other seeds, if there are any; best is the choice of all seeds together."
         )
         if setting.extended:
             note += " A best value was at an end of the grid, so the grid was extended once."

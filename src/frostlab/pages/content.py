@@ -22,7 +22,7 @@ from frostlab.storage import read_json
 from frostlab.text import NONE, hms, number, plain
 
 _MEBIBYTE = 2**20
-_SMALLEST = 0.0001  # probability that is shown as a number
+_SMALLEST = 0.0001  # a smaller probability is shown as "< 0.0001"
 _WORDS = frozenset({  # formats of texts; all others show numbers
     "text", "json", "list", "file name", "looks", "short digest", "verdict", "verdict counts",
 })  # fmt: skip
@@ -61,7 +61,7 @@ def _interval(effect: dict[str, Any]) -> str:
 
 
 def _with_interval(values: dict[str, Any], key: str, form: str) -> str:
-    """Show a value with its interval; one without ends has none."""
+    """Show a value with its interval, if at least one end of the interval is known."""
     if values[key] is None:
         return NONE
     low, high = values["low"], values["high"]
@@ -73,7 +73,7 @@ def _with_interval(values: dict[str, Any], key: str, form: str) -> str:
 
 
 def _rules(evidence: dict[str, Any]) -> Rules:
-    """Return the rules of the values of evidence.json, as `Evidence.rules` does."""
+    """Return the rules from the content of evidence.json, as `Evidence.rules` does."""
     spent = sum(look["spent"] for look in evidence["earlier_looks"])
     return Rules(**evidence["plan"]["rules"] | {"look": evidence["look"], "spent": spent})
 
@@ -146,7 +146,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
                                          else value),
         "list": lambda value: ", ".join(plain(str(entry)) for entry in value) or NONE,
         "length": lambda value: f"{len(value):,}",
-        # of whole objects
+        # of objects and lists, not of single values
         "ends": lambda value: interval_text(value[0], value[1], False),  # of a difference
         "ends of a ratio": lambda value: interval_text(value[0], value[1], True),
         "finished runs": lambda value: (
@@ -176,7 +176,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
         "verdict": _verdict,
         "verdict counts": lambda value: ", ".join(f"{n} {word}" for word, n in value.items()),
         "finished of all arms": _finished_runs,
-        # of a run
+        # in the report of a run
         "setting": plain,
         "rate": lambda value: f"{value:,.0f} a second",
         "GiB": lambda value: f"{value / 2**30:.3g} GiB",
@@ -205,14 +205,14 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
 
 @dataclass(frozen=True)
 class Cell:
-    """A text of a report and, for every number, where it comes from."""
+    """A text of a report; if it shows a number, with the place that the number comes from."""
 
     text: str
     file: str | None = None  # relative to the reported folder; None for words
     pointer: str = ""  # into the file
     format: str = "text"  # name of the format in `FORMATS`
     alarm: bool = False  # whether it is shown in red
-    link: str | None = None  # of words: another report, by its path from the reported folder
+    link: str | None = None  # of words: path from the reported folder to the report that they name
 
     @property
     def is_number(self) -> bool:
@@ -290,10 +290,10 @@ class Document:
     about: str  # the question, or what was trained
     first: tuple[Block, ...]  # the first screen: what was found, and how far to trust it
     sections: tuple[Section, ...]
-    arms: tuple[str, ...] = ()  # that can be switched on and off in the figures
+    arms: tuple[str, ...] = ()  # arms that a reader can switch on and off in the figures
     language: str = "en"
     problems: tuple[str, ...] = field(default=())  # parts of the report that could not be made
-    record: tuple[Section, ...] = ()  # the short record in report.md; without one, all sections
+    record: tuple[Section, ...] = ()  # content of report.md; if empty, the whole document
     # records that are written with the report, because it has numbers that no other record holds
     records: dict[str, Any] = field(default_factory=dict)  # by file name
     caution: str | None = None  # a warning that every file with numbers repeats
@@ -351,7 +351,7 @@ class Records:
     def cell(
         self, file: str, *keys: str | int, format: str = "number", alarm: bool = False
     ) -> Cell:
-        """Return the cell of a value; a dash without a source if there is no value."""
+        """Return the cell of a value; if there is no value, a cell that shows a dash."""
         value = self.value(file, *keys)
         if value is None:
             return Cell(NONE)

@@ -28,7 +28,7 @@ class Evaluation:
 
     step: int
     epoch: float
-    seconds: float  # of the run's total time until then
+    seconds: float  # total time of the run until this evaluation
     metrics: dict[str, float]  # the finite ones
 
 
@@ -96,12 +96,12 @@ def _read(path: Path, resumed: Sequence[tuple[int, int]], span: int) -> Curve:
     for number, values in _lines(path, [b"step", b"evaluation"]):
         try:
             if values["step"] > last_valid(number):
-                continue  # done again after the run was resumed
+                continue  # the resumed run took this step again
             if values["kind"] == "step":
                 warmup = values["warmup"]
                 losses.add(values["first"], values["loss"])
                 times.add(values["first"] + warmup, values["ms"][warmup:])
-            elif values.get("checkpoint") is None:  # not the report of the final weights
+            elif values.get("checkpoint") is None:  # not the final report of the selected weights
                 evaluation = Evaluation(values["step"], values["epoch"], values["total_seconds"],
                                         _finite(values["metrics"]))  # fmt: skip
                 evaluations[evaluation.step] = evaluation
@@ -112,7 +112,7 @@ def _read(path: Path, resumed: Sequence[tuple[int, int]], span: int) -> Curve:
 
 
 def _last_valid(resumed: Sequence[tuple[int, int]]) -> Any:
-    """Return a function of a line's number: the last step that no later resume took back."""
+    """Return a function that maps a line's number to the last step that no later resume repeats."""
     lines = [line for line, _ in resumed]
     least: list[float] = [math.inf]
     for _, step in reversed(resumed):
@@ -147,7 +147,7 @@ class _Average:
             part: Sequence[Any] = values[begin:end]
             try:
                 total = math.fsum(part)
-            except (TypeError, OverflowError):  # None: not finite
+            except (TypeError, OverflowError):  # None stands for a value that is not finite
                 total = math.nan
             if not math.isfinite(total):
                 part = [value for value in part if value is not None and math.isfinite(value)]

@@ -1,8 +1,9 @@
 """A report as one HTML file, which needs no other file and loads nothing.
 
-Every figure is in the page as a picture. With JavaScript, the same chart is drawn again by Vega,
-which is inside the page, so that one can point at it, zoom, and hide arms. The page's
-Content-Security-Policy allows no request, and no script but these two.
+The page holds every figure as an SVG picture. If the browser runs JavaScript, Vega, which the page
+contains, draws the same charts again, so that a reader can point at them, zoom, and hide arms. The
+page's Content-Security-Policy forbids every request, and allows two scripts only: Vega and
+report.js.
 """
 
 import base64
@@ -28,7 +29,10 @@ _BUNDLE = "vega.js"
 
 
 def page(document: Document, drawings: Mapping[str, str] | None = None) -> str:
-    """Return the HTML of a report; `drawings` are its figures drawn by `still`, by name."""
+    """Return the HTML of a report.
+
+    `drawings` maps the name of each figure to its SVG from `still`; by default, it is drawn here.
+    """
     if drawings is None:
         drawings = {figure.name: still(figure.chart) for figure in document.figures}
     scripts = [vega(), _file("report.js")]
@@ -62,7 +66,7 @@ def page(document: Document, drawings: Mapping[str, str] | None = None) -> str:
 
 
 def colour_of(number: int) -> str:
-    """Return the colour of an arm by its place in the plan."""
+    """Return the colour of the arm with this number in the plan."""
     return PALETTE[number % len(PALETTE)]
 
 
@@ -73,7 +77,7 @@ def _file(name: str) -> str:
 def _blocks(
     blocks: Sequence[Block], language: str, drawings: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Return the template's values of blocks; items in succession become one list."""
+    """Return the values with which the template shows blocks; list items in a row form one list."""
     listed = groupby(blocks, lambda block: isinstance(block, Paragraph) and block.item)
     return [
         values
@@ -99,7 +103,7 @@ def _block(block: Block, language: str, drawings: Mapping[str, str]) -> dict[str
 
 
 def _data(value: Any) -> Markup:
-    """Return JSON that cannot end the script element that it stands in."""
+    """Return a value as JSON that cannot close the script element around it."""
     return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
 
 

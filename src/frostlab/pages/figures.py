@@ -1,7 +1,8 @@
 """The charts of a comparison's report, one function each; all of them take rows and return a chart.
 
-Colours and shapes follow the order of the plan's arms. Intervals and bands are computed before,
-never by the chart library. `hidden_arms` is the signal that the page's script sets.
+Colours and shapes follow the order of the plan's arms. The rows hold the intervals and bands; the
+chart library computes none. `hidden_arms` is a Vega signal, which the page's script sets to the
+arms that the reader has switched off.
 """
 
 import math
@@ -38,7 +39,7 @@ def _scale(arms: Sequence[str], members: Sequence[str]) -> Any:
 
 
 def _legend(arms: Sequence[str], legend: bool) -> Any:
-    """Return a legend above the plot, which the drawn files need; None without one."""
+    """Return a legend above the plot; None, Altair's value for no legend, if `legend` is false."""
     if not legend:
         return None
     columns = 4 if max(map(len, arms)) < 18 else 2
@@ -75,7 +76,7 @@ def toggled(chart: Any) -> dict[str, Any]:
 
 
 def _filter_arms(spec: dict[str, Any]) -> None:
-    """Filter every part, because one with data of its own ignores a filter of the whole."""
+    """Filter every part, because a part with its own data ignores a filter of the whole chart."""
     parts = [part for key in PARTS for part in spec.get(key, [])]
     for part in parts:
         _filter_arms(part)
@@ -84,7 +85,7 @@ def _filter_arms(spec: dict[str, Any]) -> None:
 
 
 def _finished(chart: Any, **rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the specification of a chart, whose rows can be switched off, with its named data.
+    """Return a chart's specification with its named data, in which arms can be switched off.
 
     Data are added last, because Altair copies them at every call.
     """
@@ -110,9 +111,9 @@ def zoom() -> Any:
 
 
 def window(points: Sequence[float], ends: Sequence[float | None], log: bool) -> tuple[float, float]:
-    """Return the range of an axis that shows all points, and ends of intervals that are not far.
+    """Return the range of an axis that shows all points, and the ends of intervals that are near.
 
-    A few seeds can have an interval so wide that nothing else would be visible.
+    The interval of a few seeds can be so wide that nothing else would be visible.
     """
 
     def to(value: float) -> float:
@@ -135,9 +136,10 @@ def window(points: Sequence[float], ends: Sequence[float | None], log: bool) -> 
 
 
 def clipped(rows: Rows, domain: tuple[float, float]) -> list[dict[str, Any]]:
-    """Return rows with `from` and `to`, their interval inside the axis, and where it goes on.
+    """Return the rows that have a value, with the part of their interval that fits on the axis.
 
-    `beyond_low` and `beyond_high` are the ends of the axis if the interval reaches beyond them.
+    `from` and `to` are the ends of this part. `beyond_low` and `beyond_high` are the ends of the
+    axis if the interval reaches them, else None.
     """
     drawn = []
     for row in rows:
@@ -160,7 +162,7 @@ def clipped(rows: Rows, domain: tuple[float, float]) -> list[dict[str, Any]]:
 def _interval_layers(base: Any, x: Any, colour: Any, above: float = 0) -> list[Any]:
     """Draw the intervals of `clipped` rows, with an arrow where one reaches beyond the axis.
 
-    `above` are the pixels by which they are moved up.
+    `above` is the number of pixels by which they are moved up.
     """
     ends = base.transform_filter("isValid(datum.from)")
     layers = [ends.mark_rule(strokeWidth=3, strokeCap="round", yOffset=-above).encode(
@@ -178,10 +180,11 @@ def _interval_layers(base: Any, x: Any, colour: Any, above: float = 0) -> list[A
 def paired_differences(
     seeds: Rows, effects: Rows, arms: Sequence[str], title: str, ratio: bool
 ) -> Any:
-    """Draw each seed's paired difference as a dot, the interval, zero, and what could be seen.
+    """Draw each seed's paired difference as a dot, with each arm's effect and its interval.
 
-    `seeds` have arm, seed, value and text; `effects` have arm, effect, low, high, text and, if
-    known, the smallest effect that would be found, seen_low and seen_high.
+    A dashed line is no difference; a grey bar is the range of effects that are too small to be
+    found. `seeds` have arm, seed, value and text; `effects` have arm, effect, low, high, text and,
+    if known, seen_low and seen_high, the ends of the grey bar.
     """
     alt = _altair()
     drawn = [arm for arm in arms if any(row["arm"] == arm for row in effects)]
@@ -221,7 +224,7 @@ def paired_differences(
 
 
 def _mark_line(value: float, x: Any) -> Any:
-    """Draw a dashed vertical line, mostly of no difference."""
+    """Draw a dashed vertical line at a value, such as no difference."""
     alt = _altair()
     return alt.Chart(alt.Data(values=[{"zero": value}])).mark_rule(
         strokeDash=[5, 4], strokeWidth=1.5, stroke=GREY
@@ -235,8 +238,8 @@ def curves(
     """Draw the mean of each arm's runs as a line with a band.
 
     Points have arm, x, mean, low, high, runs, text, `all` (whether every run of the arm is in it;
-    a line is dashed where some had ended) and `dot` (whether it has a symbol). `short` shows the
-    numbers of the x axis as 1k, 1M, 1G.
+    a line is dashed where some had ended), `turn` (whether it is the last point before the dashed
+    part) and `dot` (whether it has a symbol). `short` shows numbers of the x axis as 1k, 1M, 1G.
     """
     alt = _altair()
     scale = alt.Scale(type="log" if log else "linear", zero=False, nice=not log, padding=6)
@@ -330,8 +333,9 @@ def responses(
 ) -> Any:
     """Draw each arm's score by the value of a tuned setting, all on one scale.
 
-    Points have arm, value, mean, low, high, chosen (seeds for which the value was chosen), seeds
-    and mark (this in words) and text. `log`: whether the x and the y axis are logarithmic.
+    Points have arm, value, mean, low, high, chosen (the number of seeds for which the value was
+    chosen), seeds and mark (this number as a short and a longer text) and text. `log` says whether
+    the x and the y axis are logarithmic.
     """
     alt = _altair()
     values = sorted({row["value"] for row in points})
@@ -422,7 +426,7 @@ def sizes(rows: Rows, arms: Sequence[str], title: str, kinds: Sequence[str], sta
     drawn = [arm for arm in arms if any(row["arm"] == arm for row in rows)]
     axis = alt.Axis(labelExpr="format(datum.value, '~s')", tickCount=8)
     x = alt.X("size:Q", title=title, axis=axis, stack=True if stacked else None)
-    opacity = alt.Opacity("kind:N", sort=list(kinds), legend=_kinds(),
+    opacity = alt.Opacity("kind:N", sort=list(kinds), legend=_kind_legend(),
                           scale=alt.Scale(domain=list(kinds), range=_opacities(kinds)))  # fmt: skip
     chart = _chart("rows").mark_bar(**({"height": 20} if stacked else {})).encode(
         x=x, y=arm_rows(drawn), color=arm_colour(arms), opacity=opacity, order="place:Q",
@@ -435,7 +439,7 @@ def sizes(rows: Rows, arms: Sequence[str], title: str, kinds: Sequence[str], sta
     return _finished(chart.properties(width=WIDTH, height=step), rows=placed)
 
 
-def _kinds() -> Any:
+def _kind_legend() -> Any:
     return _altair().Legend(title=None, orient="top", symbolType="square", symbolFillColor=GREY)
 
 

@@ -82,7 +82,7 @@ _SENTENCES: dict[str, dict[Word, str]] = {
         "理由は英語の原文を参照：{sentence}",
     },
 }
-# Parts of the sentences, by name; a part begins with the mark that separates it.
+# Parts of the sentences, by name; a part begins with the punctuation that separates it.
 _PARTS: dict[str, dict[str, str]] = {
     "zh": {
         "none": "没有成对的数值",

@@ -1,6 +1,7 @@
-"""The short record of a report: report.md, in the form of the OELM study's records.
+"""report.md: a report as Markdown.
 
-It has four parts: configuration, results, key findings, and problems and solutions.
+For a comparison it is a short record in the form of the OELM study's records, with four parts:
+configuration, results, key findings, and problems and solutions. Other reports are written whole.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def markdown(document: Document) -> str:
-    """Return report.md: the record of a document or, if it has none, all its sections."""
+    """Return report.md: a document's short record or, if it has none, the whole document."""
     parts = [f"# {escaped(document.title)}", str(escaped(document.about))]
     sections = document.record
     if not sections:
@@ -50,7 +51,7 @@ def markdown(document: Document) -> str:
 
 
 def _blocks(blocks: Sequence[Block]) -> list[str]:
-    """Return blocks in Markdown; items in succession become one list."""
+    """Return blocks in Markdown; list items in a row form one list."""
     parts: list[str] = []
     in_list = False
     for block in blocks:
@@ -159,11 +160,12 @@ def _results(compared: "Compared") -> list[Block]:
               for quantity in CONVERGED),
         ])  # fmt: skip
     head = ["arm", f"best {metric}", "total", "per epoch", "per step", "validation", "final loss",
-            "reached the target", *(f"{quantity} to it" for quantity in CONVERGED)]  # fmt: skip
+            "reached the target",
+            *(f"{quantity} to the target" for quantity in CONVERGED)]  # fmt: skip
     blocks: list[Block] = [table(
         "results", "Results", head, rows,
         "Means over the runs that finished and can be paired (± standard deviation); total is "
-        "h:mm:ss; per step is that of whole runs, which does not show which arm is faster.",
+        "h:mm:ss; per step is measured in whole runs, which do not show which arm is faster.",
     )]  # fmt: skip
     if compared.evidence.convergence is not None:
         blocks.append(words("Convergence: the target is ",
@@ -228,5 +230,5 @@ def _problems(compared: "Compared") -> list[Block]:
                    for number, _ in enumerate(evidence.data.notes)]  # fmt: skip
     noted = facts.notes(compared)
     if not blocks and not noted:
-        blocks.append(words("None: every run finished, and nothing was refused."))
+        blocks.append(words("None: every run finished, and no pair of runs was refused."))
     return [*blocks, *noted]

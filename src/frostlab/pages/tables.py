@@ -2,7 +2,7 @@
 
 A LaTeX file holds one `tabular` with the rules of booktabs. It compiles in any document that loads
 booktabs: `\\input{tables/performance}`. Texts come from users, so every character with a meaning in
-LaTeX is escaped, and one that LaTeX cannot print becomes its number, such as (U+4F60).
+LaTeX is escaped, and a character that LaTeX cannot print becomes its code point, as in (U+4F60).
 """
 
 import csv
@@ -16,7 +16,7 @@ from frostlab.text import NONE
 
 _LONG = 45  # characters from which a column of text is broken into lines
 _WIDTH = 0.3  # of such a column, as a share of the line
-_SPECIAL = {  # with the fonts of every LaTeX; that of \$, say, may be missing
+_SPECIAL = {  # by commands whose fonts every LaTeX has; the font of \$, for example, may be missing
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"$\mathdollar$", "&": r"\&",
     "#": r"\#", "%": r"\%", "_": r"\_", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}",
     "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"{\char34}",
@@ -45,14 +45,14 @@ _ACCENTS = {
     "\u0307": ".", "\u0308": '"', "\u030a": "r ", "\u030b": "H ", "\u030c": "v ", "\u0327": "c ",
 }  # fmt: skip
 _LIGATURE = re.compile(r"([-',])(?=\1)")  # such as --, which would become a dash
-_SIGN = re.compile(r"(?<![\w.)\]])[-−](?=[\d.∞])")  # of a number, not a hyphen
+_SIGN = re.compile(r"(?<![\w.)\]])[-−](?=[\d.∞])")  # minus sign of a number, not a hyphen
 _POWER = re.compile(r"(?<=\d)e([+-]?)0*(\d+)\b")  # 5.2e-06
 
 
 def table_files(document: Document) -> dict[str, bytes]:
     """Return the CSV files of all figures and tables, and the LaTeX files of the tables.
 
-    A caution of the document is a column of every CSV file, and a comment of every LaTeX file.
+    The document's caution becomes a column of every CSV file and a comment in every LaTeX file.
     """
     caution = document.caution
     files = {f"{figure.name}.csv": figure_csv(figure, caution) for figure in document.figures}
@@ -64,14 +64,14 @@ def table_files(document: Document) -> dict[str, bytes]:
 
 
 def figure_csv(figure: Figure, caution: str | None = None) -> bytes:
-    """Return the data that a figure draws."""
+    """Return the data that a figure draws, as CSV."""
     head = list(dict.fromkeys(key for row in figure.rows for key in row))
     rows = [[row.get(key, "") for key in head] for row in figure.rows]
     return _csv(_with_caution([head, *rows], caution))
 
 
 def table_csv(table: Table, caution: str | None = None) -> bytes:
-    """Return a table as the page shows it."""
+    """Return a table as CSV, with the texts that the page shows."""
     rows = [[text_of(cell) for cell in row] for row in table.rows]
     return _csv(_with_caution([list(table.head), *rows], caution))
 
@@ -90,7 +90,7 @@ def _csv(rows: Iterable[Sequence[object]]) -> bytes:
 
 
 def text_of(piece: str | Cell) -> str:
-    """Return the text of a cell or of words."""
+    """Return the text of a cell; a string is its own text."""
     return piece.text if isinstance(piece, Cell) else piece
 
 
@@ -147,7 +147,7 @@ def number(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escape a text for LaTeX, so that it is printed and never obeyed."""
+    """Escape a text for LaTeX, so that LaTeX prints it and never runs it as a command."""
     shown = "".join(map(_character, unicodedata.normalize("NFC", text)))
     shown = _LIGATURE.sub(r"\1{}", shown)
     return f"{{{shown[0]}}}{shown[1:]}" if shown[:1] in ("[", "*") else shown

@@ -14,7 +14,7 @@ _ENDED_BADLY = ("failed", "diverged", "damaged")
 
 
 def document(folder: Path, language: str) -> Document:
-    """Return the report of a comparison that was begun and is not judged."""
+    """Return the report of a comparison that has begun and has no verdicts yet."""
     records = Records(folder)
     plan = _plan(folder, records)
     runs = _runs(folder)
@@ -92,11 +92,12 @@ def _table(records: Records, plan: Plan, runs: list[Summary]) -> Table | None:
         status = Cell(run.status, alarm=run.status in _ENDED_BADLY)
         rows.append((plain(run.name), status, *numbers, plain(run.error) if run.error else ""))
     begun = {run.name for run in runs}
-    if not plan.tune and not plan.runs:  # tuned runs have their settings in the name
+    # the names of tuned runs hold their settings, and a plan of existing runs has nothing to begin
+    if not plan.tune and not plan.runs:
         planned = [f"{arm.name}-s{seed}" for arm in plan.arms for seed in plan.seeds]
         rows += [(name, "not begun", *[NONE] * 4, "") for name in planned if name not in begun]
     if not rows:
         return None
     head = ("run", "status", "steps", "selected by", "best value", "total time", "error")
-    note = f"Numbers are those of runs that have ended; {NONE} marks the others."
+    note = f"Only runs that have ended have numbers; the others show {NONE}."
     return Table("runs", "Runs", head, tuple(rows), note)

@@ -1,9 +1,9 @@
-"""Writing of a report into the reported folder: page, Markdown, figures and tables.
+"""Write a report into the reported folder: page, Markdown, figures and tables.
 
 All files are made in a temporary folder and then exchanged for those of an earlier report, so that
-a report that fails leaves the earlier one as it was. report.json lists the files of a report and
-has the digests of the records that it was made from. It shows whether a report is up to date, and
-which files may be replaced: a file that no report has written is never touched.
+a report that fails leaves the earlier one as it was. report.json lists the files of a report, with
+the digests of the records from which the report was made. The digests show whether the report is
+up to date. Only listed files are replaced: a file that no report has written is never touched.
 """
 
 import json
@@ -81,9 +81,10 @@ Make = Callable[[Path, str], Document]
 
 
 def _kind(folder: Path) -> tuple[Make, tuple[str, ...]]:
-    """Return how a folder is reported, and the records that show whether a report is current.
+    """Return the function that makes a folder's report, and the records that it is made from.
 
-    A comparison that is not finished has none of these, because its runs change all the time.
+    An unfinished comparison has no such records, so its report is never current: its runs change
+    all the time.
     """
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder" if folder.exists() else f"no folder {folder}")
@@ -138,7 +139,7 @@ def _files(document: Document) -> dict[str, bytes]:
 
 
 def _with_caution(figure: Figure, caution: str) -> dict[str, Any]:
-    """Return a chart with the caution below its title, because figures are shown alone, too."""
+    """Return a chart with the caution below its title, because a figure can be used on its own."""
     spec = themed(figure.chart, in_page=False)
     own = spec.get("title") or figure.title
     own = dict(own) if isinstance(own, dict) else {"text": own}
@@ -175,7 +176,7 @@ def _content(facts: Mapping[str, Any], files: Iterable[str]) -> bytes:
 
 
 def _listing(folder: Path) -> dict[str, Any]:
-    """Return the content of report.json; empty if there is none that this version wrote."""
+    """Return the content of report.json; empty if it is missing, damaged or of another schema."""
     try:
         values = read_json(folder / LISTING)
     except (FileNotFoundError, BadInput):

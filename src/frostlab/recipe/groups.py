@@ -35,12 +35,12 @@ _TUNED = {"tune": "lr"}  # the default of every fair comparison
 
 
 class Experiment(Strict):
-    """What the sources say about an experiment besides its recipe."""
+    """Facts that the sources (published studies) state about an experiment besides its recipe."""
 
     # metric → value; accuracies as shares of 1, times in seconds
     reported: dict[str, float] = Field(default_factory=dict)
     cost: str | None = None  # expected time on the group's machine
-    optional: bool = False  # whether the sources left it to the reader
+    optional: bool = False  # whether the sources only suggest this experiment
 
 
 class Interaction(Strict):

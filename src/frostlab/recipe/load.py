@@ -438,7 +438,7 @@ def _validated(layers: Layers) -> Recipe:
     try:
         text = json.dumps(layers.values)
     except (TypeError, ValueError) as error:
-        raise BadInput(f"{layers.source_of(())}: not plain values ({error})") from None
+        raise BadInput(f"{layers.source_of(())}: a value does not fit JSON ({error})") from None
     try:
         recipe = Recipe.model_validate_json(text)
         if recipe.scale == "full":

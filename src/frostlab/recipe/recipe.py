@@ -30,7 +30,7 @@ from frostlab.recipe.treatment import (
 
 Rate = Annotated[float, Field(gt=0)]
 PATHS = (("data", "path"), ("model", "name"), ("tokenizer", "name"))  # keys that may hold a path
-Scale = Literal["tiny", "small", "full"]  # the module frostlab.recipe.scale has the rule
+Scale = Literal["tiny", "small", "full"]  # frostlab.recipe.scale has the sizes of each
 WORDS = ("new", "old")  # in a stage's `lr`, they mean the layers that it adds, and all others
 
 
@@ -156,7 +156,7 @@ class Recipe(Strict):
 
     about: str = ""
     data: Data = Docstrings()
-    tokenizer: Tokenizer | None = None  # null: the pretrained model's, else BPE; none without text
+    tokenizer: Tokenizer | None = None  # null: the pretrained model's, else BPE; EEG uses none
     model: Model = GPTModel(kind="gpt")
     loss: EnvelopeLoss | None = None  # null: cross-entropy; for envelopes mse-pearson
     treatment: TreatmentName | Treatment = "none"

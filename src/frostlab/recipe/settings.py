@@ -130,7 +130,7 @@ class Supervise(Strict):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.layers == "last" and self.frozen:
-            raise ValueError("frozen is for layers below the last; layers is last")
+            raise ValueError("frozen is for losses below the last layer, but layers is last")
         if isinstance(self.layers, str):
             return self
         if twice := [n for n in self.layers if self.layers.count(n) > 1]:

@@ -41,7 +41,7 @@ def duration(text: str) -> float:
     """Return a duration such as 30d, 12h or 2w in seconds."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
-        raise BadInput(f"--older {text!r:.40} is no duration; e.g. 12h, 30d or 2w")
+        raise BadInput(f"--older {text!r:.40} is not a duration; e.g. 12h, 30d or 2w")
     return int(match[1]) * float(_UNITS[match[2]])
 
 

@@ -50,7 +50,7 @@ class Difference:
             ("settings", self.settings, "all are equal"),
             ("data and initial weights", self.inputs, "all digests are equal"),
             ("code and environment", self.environment, "all recorded facts are equal"),
-            ("metrics", self.metrics, "none is recorded"),
+            ("metrics", self.metrics, "neither run has any"),
         ]
         rows = [["", *self.names]]
         for title, values, nothing in sections:

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 _Kind = TypeVar("_Kind", bound=Event)
 _BLOCK = 1 << 20  # bytes that are read at once to find the last complete event
-_ABANDONED = 60.0  # s; a folder that is unfinished and unlocked for longer will never be finished
+_ABANDONED = 60.0  # s; an unlocked temporary folder that is older than this is removed
 
 
 class RunFolder:
@@ -211,7 +211,7 @@ def _open_events(path: Path) -> TextIO:
 
 
 def read_events(path: Path, skipped: Iterable[str] = ()) -> Iterator[Event]:
-    """Yield events but for skipped kinds; skip lines a crash truncated, refuse invalid events."""
+    """Yield events; leave out skipped kinds and truncated lines, and refuse invalid events."""
     starts = tuple(f'{{"kind": "{kind}"'.encode() for kind in skipped)
     try:
         for number, line in enumerate(read_lines(path), 1):

@@ -138,7 +138,8 @@ class Condition:
             return
         if self.sign in _ORDERS and values and not numbers:
             kind = plain(values[0])[:40]
-            raise BadInput(f"--where {self}: {self.key} is no number, e.g. {kind}; use = != or ~")
+            problem = f"{self.key} is not a number, e.g. {kind}; use = != or ~"
+            raise BadInput(f"--where {self}: {problem}")
         wants_number = self.sign in _ORDERS or (
             self.sign in ("=", "!=") and numbers and len(numbers) == len(values)
         )
@@ -191,7 +192,8 @@ def conditions(text: str) -> list[Condition]:
         match = _CONDITION.fullmatch(part)
         if match is None:
             raise BadInput(
-                f"--where: {part.strip()!r:.60} is no condition; e.g. treatment=oelm,optim.lr>1e-4"
+                f"--where: {part.strip()!r:.60} is not a condition such as "
+                "treatment=oelm,optim.lr>1e-4"
             )
         key, sign, value = match.groups()
         if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":

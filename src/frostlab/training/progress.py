@@ -130,7 +130,7 @@ class Display:
         self._screen.begin(self._bar())
 
     def say(self, line: str) -> None:
-        """Show a line; one of several runs shows only its bar."""
+        """Show a line, unless this is one of several runs, of which only the bar is shown."""
         if not self._label:
             self._screen.line(line)
 

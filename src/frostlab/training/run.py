@@ -412,7 +412,7 @@ def _report(context: RunContext, progress: Progress) -> Report:
 
 
 def _measure_report(context: RunContext, step: int) -> Report:
-    """Return the metrics of the `report` split and a summary; write predicted classes to a file."""
+    """Return metrics of the `report` split and EEG scores; write predicted classes to a file."""
     if not context.task.predicts_classes:
         return context.task.report(context, measure(context, "report", step))
     labels = as_token_data(context.prepared).splits["report"].labels

@@ -130,7 +130,7 @@ class Tally(Protocol):
         """Return every metric of the task, over all processes."""
 
 
-Report = tuple[dict[str, float], dict[str, Any] | None]  # metrics, and a summary for the record
+Report = tuple[dict[str, float], dict[str, Any] | None]  # metrics; EEG: scores for result.json
 
 
 @dataclass(frozen=True)

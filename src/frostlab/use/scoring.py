@@ -321,7 +321,7 @@ def evaluate_languages(
     for name in wanted:
         if name not in LANGUAGES:
             hint = nearest(name, LANGUAGES) or f"; there are all, {', '.join(LANGUAGES)}"
-            raise BadInput(f"--languages: {name!r:.40} is not one of xnli's{hint}")
+            raise BadInput(f"--languages: {name!r:.40} is not a language of xnli{hint}")
     evaluator = Evaluator(run, device)
     return {
         name: evaluate_run(

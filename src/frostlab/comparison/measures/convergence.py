@@ -93,10 +93,10 @@ def _recipe_target(runs: Runs, rules: Rules) -> tuple[float, str] | None:
 
 
 def _baseline_target(baseline: _Curves, evaluations: int, rules: Rules) -> tuple[float, str]:
-    """Return the baseline's mean of the best value so far, halfway through its evaluations.
+    """Return the mean of the best values that the baseline's runs had halfway, and a description.
 
-    The other evaluations are left for the runs that are behind the mean to reach it. For a metric
-    that is compared as a ratio, the mean is geometric.
+    A run that is behind the mean can still reach it at a later evaluation. For a metric that is
+    compared as a ratio, the mean is geometric.
     """
     number = math.ceil(evaluations / 2)
     best = min if rules.lower_is_better else max
@@ -109,8 +109,8 @@ def _baseline_target(baseline: _Curves, evaluations: int, rules: Rules) -> tuple
     steps = {curve[number - 1].spent["steps"] for curve in baseline.values() if curve}
     at = f", at step {steps.pop():,.0f}" if len(steps) == 1 else ""
     return mean(values), (
-        f"the {kind} of the best value so far of the baseline's runs at evaluation {number} of "
-        f"{evaluations}{at}; no other arm's runs were used to choose it"
+        f"the {kind} of the best values that the baseline's runs had reached by evaluation "
+        f"{number} of {evaluations}{at}; no other arm's runs were used to choose it"
     )
 
 

@@ -82,7 +82,7 @@ def segments_section(evidence: Evidence) -> str:
         "mean over its segments (a shorter recording is one segment), and the columns show the "
         "mean ± standard deviation over subjects, averaged over seeds. The score is 2/3 of the "
         "first mean + 1/3 of the second; here with its standard deviation over seeds. Differences "
-        f"are paired by seed, with {escaped(evidence.baseline)}; nothing is judged by them."
+        f"from {escaped(evidence.baseline)} are paired by seed. No verdict follows from them."
     )
     return f"{markdown(head, rows)}\n\n{note}"
 

@@ -37,11 +37,11 @@ def step_times(evidence: Evidence) -> str:
     note = (
         f"The arms took turns in one process for {timing.rounds} rounds in {timing.seconds:.0f} s, "
         f"until {stopped}; all models were built and timed {timing.builds} times. "
-        "The A/A controls are more copies of the baseline. The one that differs most from the "
-        f"other copies has, with 95 % confidence over all controls, the ratio "
-        f"{ratio_text(timing.control)}. The timing is {proof}. FLOPs allow: a lower bound on the "
-        "ratio, by the matmuls that are saved; a remark follows if the whole interval is below it. "
-        "Peak memory is that of the first build and its warm-up."
+        "The A/A controls are more copies of the baseline. The control that differs most from the "
+        f"other copies has the ratio {ratio_text(timing.control)} (95 % confidence over all "
+        f"controls). The timing is {proof}. FLOPs allow: a lower bound on the ratio, from the "
+        "matrix products that are saved; a remark says if the whole interval is below it. "
+        "Peak memory is measured during the first build and its warm-up."
     )
     if timing.notes:
         note += f" Notes: {escaped('; '.join(timing.notes))}."
@@ -83,8 +83,8 @@ def run_times(evidence: Evidence) -> str:
         f"{whole_run_note(evidence).capitalize()}. Total is h:mm:ss, the mean of the runs, with "
         "the gap to the baseline over paired runs and its 95 % interval; per epoch and per step "
         "leave out validation. cv is the coefficient of variation: of all epochs, of the blocks "
-        "of interleaved steps, of the rounds. Validation is the seconds of a run, of one "
-        "evaluation, and the share of the total."
+        "of interleaved steps, of the rounds. Validation: its seconds in a run, the seconds of "
+        "one evaluation, and its share of the total time."
     )
     if scaled:
         note += " *Scaled*: the runs are shorter than an epoch, so its time is extrapolated."
@@ -188,7 +188,7 @@ def convergence_section(evidence: Evidence) -> str:
     )
     if convergence.evaluations == 1:
         note += (
-            " A baseline run was evaluated only once, so when it reached the target is not known; "
-            "set evaluate.every to a shorter interval."
+            " A baseline run was evaluated only once, so it is not known when it reached the "
+            "target; set evaluate.every to a shorter interval."
         )
     return f"{markdown(head, rows)}\n\n{note}"

@@ -87,7 +87,7 @@ def check_reference(name: str, eeg: Array, reference: Array | None) -> None:
     if not len(reference) == len(eeg) == finite:
         raise BadInput(
             f"{name}: the EEG has {len(eeg)} samples and the reference {len(reference)}, "
-            f"{finite} of them finite"
+            f"{finite} of them finite; it needs one finite sample for each of the EEG"
         )
 
 
@@ -128,7 +128,8 @@ def check_durations(name: str, eeg: int, envelope: int, rates: tuple[float, floa
     if abs(eeg / rates[0] - envelope / rates[1]) > (rates[0] != rates[1]) / min(rates) + 1e-9:
         raise BadInput(
             f"{name}: the EEG has {eeg} samples at {rates[0]:g} Hz and the envelope {envelope} at "
-            f"{rates[1]:g} Hz, {eeg / rates[0]:.2f} s and {envelope / rates[1]:.2f} s"
+            f"{rates[1]:g} Hz, {eeg / rates[0]:.2f} s and {envelope / rates[1]:.2f} s; both must "
+            "be equally long"
         )
 
 

@@ -26,7 +26,7 @@ _SECONDS = 10.0  # of a trace
 
 
 def blocks(folder: Path, records: Records, problems: list[str]) -> list[Block]:
-    """Return the blocks of an EEG run; none of another run. What cannot be read is a problem."""
+    """Return the blocks of an EEG run (other runs have none); add read errors to `problems`."""
     if records.value(SCORES) is None:
         return []
     shown: list[Block] = []
@@ -61,7 +61,7 @@ def _subjects(folder: Path, records: Records) -> list[Block]:
     note = (
         "Mean r of the subjects by Fisher's z. By chance: nine of ten correlations with mismatched "
         "envelopes lie in this range. Match: how often a window was given its own envelope rather "
-        "than another. The challenge score is of all splits together."
+        "than another. The challenge score combines all splits."
     )
     shown.append(Table("scores", "Correlation with the heard envelope", head, tuple(rows), note))
     for split, decoders in scores.items():
@@ -81,7 +81,7 @@ def _subjects(folder: Path, records: Records) -> list[Block]:
 
 
 def _traces(folder: Path, records: Records) -> list[Block]:
-    """Draw what was decoded from the first recording of each split, and what was heard."""
+    """Draw the envelope that was decoded from each split's first recording, and the heard one."""
     from frostlab.data.arrays import read_npz
 
     if not (folder / DECODED).exists():

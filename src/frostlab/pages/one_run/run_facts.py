@@ -36,7 +36,7 @@ class OneRun:
 
     folder: Path
     records: Records
-    problems: list[str] = field(default_factory=list)  # what could not be read
+    problems: list[str] = field(default_factory=list)  # errors of reading, which the report shows
 
     def cell(
         self, *keys: str | int, format: str = "number", file: str = RESULT, alarm: bool = False
@@ -231,7 +231,7 @@ def environment(run: OneRun) -> list[Block]:
 
 
 def notes(run: OneRun) -> list[Block]:
-    """Return the notes of users and of the training, and how steps were taken."""
+    """Return the notes of users and of the training, and how steps were run, such as compiled."""
     notes = run.value("notes", file="annotations.json") or []
     blocks: list[Block] = [
         item(run.cell("notes", number, "at", file="annotations.json", format="day"), ": ",

@@ -100,7 +100,7 @@ def _zoomed(chart: Any, name: str = "zoom") -> Any:
 
 
 def _small_dots(base: Any, points: Rows, colour: str) -> Any:
-    """Return the points of a curve, which show tooltips; many points are invisible."""
+    """Return the points of a curve, which show tooltips; if there are many, they are invisible."""
     opacity = 1 if len(points) <= 60 else 0
     return base.mark_point(filled=True, size=22, opacity=opacity, color=colour)
 
@@ -178,7 +178,7 @@ def stages_in_time(spans: Rows, evaluations: Rows, metric: str) -> Any:
 
 
 def by_layer(points: Rows, title: str) -> Any:
-    """Draw a metric against the layer that is read; points have stage, layer, value and text."""
+    """Draw a metric by the layer that the head reads; points have stage, layer, value and text."""
     alt = _altair()
     stages = list(dict.fromkeys(row["stage"] for row in points))
     base = alt.Chart(alt.Data(values=list(points))).encode(

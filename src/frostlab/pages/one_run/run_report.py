@@ -193,7 +193,7 @@ def _results(run: OneRun) -> list[Block]:
         for name in names
     )
     head = ("metric", "report", "best evaluation", "last evaluation")
-    note = "The best evaluation chose the weights; the report is of these weights on another split."
+    note = "The best evaluation selected the weights; report is their evaluation on another split."
     blocks: list[Block] = [Table("results", "Metrics", head, rows, note)]
     if (figure := _confusion(run)) is not None:
         blocks.append(figure)
@@ -249,14 +249,14 @@ def _stages(run: OneRun) -> list[Block]:
     stages = run.value("stages") or []
     blocks: list[Block] = []
     if len(stages) > 1:
-        blocks.append(_phases(run, stages))
+        blocks.append(_stages_table(run, stages))
         blocks.append(_stages_figure(run, stages))
     if (figure := _layers_figure(run, stages)) is not None:
         blocks.append(figure)
     return blocks
 
 
-def _phases(run: OneRun, stages: list[dict[str, Any]]) -> Table:
+def _stages_table(run: OneRun, stages: list[dict[str, Any]]) -> Table:
     """Return the stages with their best evaluations, and the change from the first to the last."""
     names = [
         name for name, value in stages[0]["metrics"].items()
@@ -285,8 +285,8 @@ def _phases(run: OneRun, stages: list[dict[str, Any]]) -> Table:
     head = ("stage", "trainable", *(plain(name.replace("_", " ")) for name in names), "epochs",
             "best epoch", "time", "ended by")  # fmt: skip
     note = (
-        "Metrics are of each stage's best evaluation, at its best epoch. The change is from the "
-        "first stage to the last, positive when better; beside it, the time in all."
+        "Metrics are of each stage's best evaluation, at its best epoch. The last row has the "
+        "change from the first stage to the last, positive when better, and the total time."
     )
     return Table("stages", "Stages", head, tuple(rows), note)
 
@@ -343,9 +343,9 @@ def _layers_figure(run: OneRun, stages: list[dict[str, Any]]) -> Figure | None:
     if not rows:
         return None
     caption = (
-        f"{name.capitalize()} if the head reads the output of a layer: of the layers that have a "
-        "loss, at each stage's best evaluation on the selecting split"
-        + ("; and of an exit after every layer of the reported weights." if exits else ".")
+        f"{name.capitalize()} if the head reads the output of a layer: for the layers that have a "
+        "loss in training, at each stage's best evaluation on the selecting split"
+        + ("; and for an exit after every layer, with the reported weights." if exits else ".")
     )
     return Figure("layers", f"{name.capitalize()} by layer", run_figures.by_layer(rows, name),
                   caption, rows, tuple(files))  # fmt: skip
@@ -366,7 +366,7 @@ def _times(run: OneRun) -> list[Block]:
         "waiting for data": (run.cell("clocks", format="data wait"), ""),
         "setup, before the total": (run.cell("clocks", "setup_seconds", format="seconds"), ""),
         "step, median": (run.cell("clocks", "step_ms", "median", format="ms"), ""),
-        "step, of which 95 % are faster": (run.cell("clocks", "step_ms", "p95", format="ms"), ""),
+        "step, 95 % quantile": (run.cell("clocks", "step_ms", "p95", format="ms"), ""),
         "step, coefficient of variation": (
             run.cell("clocks", "step_ms", "cv", format="percent"), ""),
         "tokens (EEG: samples)": (run.cell("clocks", "tokens_per_second", format="rate"), ""),
@@ -396,8 +396,8 @@ _HEAT = {
 }
 _HEAT_KEY = (
     " Rows are parts of the model or whole layers; a column is a measured step or, with many, the "
-    "median of several. Brighter is larger. Signs: · frozen, - no gradient, ! NaN or infinity, or "
-    "a zero."
+    "median of several. Brighter is larger. Signs: · frozen, - no gradient, ! NaN or infinity; the "
+    "digit zero is a value of zero."
 )
 
 
@@ -433,7 +433,8 @@ def _flow(run: OneRun) -> list[Block]:
             ends = [{"step": report.step, **report.largest} for report in flow.reports]
             caption = (
                 "The largest absolute gradient of a tensor, averaged over the first two layers, "
-                "relative to the head's. The dashed lines are the limits of the words beside them."
+                "relative to the head's. The dashed lines are the thresholds of the verdicts that "
+                "stand next to them."
             )
             blocks.append(Figure(f"flow-front{suffix}", f"Front over output gradient{where}",
                                  chart, caption, ends, (EVENTS,)))  # fmt: skip

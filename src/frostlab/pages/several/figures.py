@@ -56,7 +56,7 @@ class Several:
 
 
 def is_dense(effects: int, comparisons: int, arms: int) -> bool:
-    """Return whether a table or figure of comparisons × arms is mostly filled."""
+    """Return whether a table of comparisons × arms has few columns and is at least half full."""
     return arms <= _COLUMNS and 2 * effects >= comparisons * arms
 
 
@@ -86,7 +86,10 @@ def effect_figures(several: Several) -> list[Block]:
             "verdict; the dashed line is no difference."
         )
         if any(row["doubtful"] for row in rows):
-            caption += " Hollow: confounded, or of scaled, shortened or stand-in runs."
+            caption += (
+                " Hollow marks: the arm is confounded, or the runs were scaled down, shortened or "
+                "made with stand-ins."
+            )
         if any(row["file"] == MEANS for row in rows):
             caption += (
                 " The last rows are means over the comparisons, which all have the same weight, "

@@ -1,8 +1,8 @@
 """The report of several comparisons: every treatment on every data set, and the means over them.
 
-The folder is a group's folder, or a folder of comparisons and groups. Numbers of one comparison are
-linked to its evidence.json, those over several to means.json, which is written with the report, and
-those of a group and of its sources to its summary.json.
+The folder is a group's folder, or a folder of comparisons and groups. Every number names its
+record: the evidence.json of its comparison; means.json, which is written with the report, for means
+over comparisons; or the summary.json of its group.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from frostlab.text import NONE, plain
 
 Row = tuple[str | Cell, ...]
 _PAGE = "report.html"
-_JUDGED = ("better", "worse", "no difference found")  # verdicts
+_JUDGED = ("better", "worse", "no difference found")  # verdicts that are not shown in red
 _ITEMS = 12  # effects that the first screen lists
 
 
@@ -97,7 +97,7 @@ def _first_screen(several: Several) -> list[Block]:
 
 
 def _doubts(several: Several) -> list[Paragraph]:
-    """Return what is not finished, cannot be read, or is a warning, to show in red."""
+    """Return, in red, the comparisons that are unfinished or unreadable, and all warnings."""
     blocks = [
         item(f"{plain(member.name)}: {plain(member.problem)}.", alarm=True)
         for member in several.members
@@ -136,7 +136,7 @@ def _names(members: Sequence[Member]) -> str:
 
 
 def _verdicts(several: Several) -> list[Block]:
-    """Return data set × treatment; if most comparisons lack most arms, one row for each effect."""
+    """Return a table of comparisons × arms; if it would be mostly empty, one row per effect."""
     effects = sum(len(evidence.verdicts) for _, evidence in several.finished)
     dense = is_dense(effects, len(several.finished), len(several.arms))
     rows: list[Row] = []
@@ -171,7 +171,7 @@ def _verdicts(several: Several) -> list[Block]:
     note = (
         "The verdict, and the paired effect against the baseline with its interval: a difference, "
         "or a ratio (×) for perplexity. The intervals of one comparison hold simultaneously. In "
-        "red: verdicts that do not judge the arm. Each name leads to the comparison's own report."
+        "red: arms that could not be judged. Each name links to the comparison's own report."
     )
     return [Table("verdicts", "Verdicts and effects", head, tuple(rows), note)]
 
@@ -199,10 +199,10 @@ def _mean_cells(several: Several, number: int) -> tuple[Cell, ...]:
 
 _MEAN_HEAD = ("mean effect", "share of the baseline", "comparisons", "verdicts")
 _MEAN_NOTE = (
-    "Every comparison has the same weight. The 95 % intervals of means are Welch's, one at a time, "
+    "Every comparison has the same weight. Each mean has its own 95 % interval (Welch's), which is "
     "about these comparisons and not about other data; a single comparison has the interval of its "
-    "verdict. The share of the baseline is the geometric mean of the shares of its metric that are "
-    "retained (the inverse if lower values are better), so that more is better. Confounded "
+    "verdict. The share of the baseline is the geometric mean of the arm's metric divided by the "
+    "baseline's (the inverse if lower values are better), so that more is better. Confounded "
     "comparisons, and reduced ones (scaled, shortened, stand-ins), have means of their own."
 )
 
@@ -241,8 +241,8 @@ def _models(several: Several) -> list[Block]:
             several.records.cell(MEANS, "contrasts", number, "effect", format="effect"), ".",
         ))  # fmt: skip
     if not several.means.contrasts:
-        blocks.append(words("No arm has an effect on the same metric, with the same shortcomings, "
-                            "for both models, so the two effects are not subtracted."))  # fmt: skip
+        blocks.append(words("No arm has effects on the same metric, with the same shortcomings, "
+                            "for both models, so the models are not contrasted."))  # fmt: skip
     return blocks
 
 
@@ -313,7 +313,7 @@ def _reported(several: Several) -> list[Block]:
     head = ("comparison", "arm", "experiment", "metric", "here", "reported")
     note = (
         "Here: mean ± standard deviation over the finished runs that can be paired. Reported: the "
-        "sources' number, mostly of one run on another machine."
+        "number in the published studies (sources), mostly of one run on another machine."
     )
     return [Table("reported", "Results here and in the sources", head, tuple(rows), note)]
 
@@ -348,7 +348,7 @@ def _times(several: Several) -> list[Block]:
 
 
 def _answers(several: Several) -> list[Block]:
-    """Return the questions over a whole group, and those between its comparisons."""
+    """Return the answers to questions about a whole group and to questions between comparisons."""
     blocks: list[Block] = []
     for group, summary in several.groups.items():
         file = str(Path(group) / SUMMARY)

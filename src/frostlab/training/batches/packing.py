@@ -53,8 +53,8 @@ def _least_padding(needed: NDArray[np.int64], counts: NDArray[np.int64]) -> tupl
     waste = (row_sums[last] - row_sums[:, None]) * needed
     waste -= token_sums[last] - token_sums[:, None]
     waste = np.where(np.arange(len(needed) + 1)[:, None] < last, waste, np.inf)
-    # best[j]: least padding of the rows that need one of the j smallest widths, if at most as many
-    # widths are chosen as the loop has made passes
+    # best[j]: least padding of the rows that need one of the j smallest widths; after n passes of
+    # the loop, with at most n chosen widths
     best = np.concatenate([[0.0], np.full(len(needed), np.inf)])
     choices = []
     for _ in range(min(_WIDTHS, len(needed))):
