@@ -13,7 +13,6 @@ from transformers import AutoModelForSequenceClassification
 import frostlab as fl
 from flowing import SYMBOLS, adamw, batch, loss_at, tiny_gpt, watched
 from frostlab.flow.judge import (
-    DECAYING,
     EXPLODING,
     FROZEN,
     LEARNING,
@@ -21,6 +20,7 @@ from frostlab.flow.judge import (
     SCALED,
     SLOW,
     STILL,
+    UNDRIVEN,
     UNKNOWN,
 )
 from frostlab.models.decoder import Decoder, DecoderConfig
@@ -154,7 +154,7 @@ def test_weight_decay_moves_masked_rows() -> None:
     flow = watched(model, adamw(model, weight_decay=0.1))
     found = flow.frozen_by_accident()
     assert set(found) == {"layers[1].query"}
-    assert found["layers[1].query"].word == DECAYING
+    assert found["layers[1].query"].word == UNDRIVEN
     assert "fl.freeze" in found["layers[1].query"].hint
     undecayed = tiny_gpt()
     undecayed.blocks[1].qkv.weight.register_hook(lambda g: g * mask[:, None])

@@ -30,7 +30,7 @@ NAMED: dict[str, tuple[set[str], str, str]] = {
     "vanishing": ({f"layers.{i}.0" for i in range(30)}, "not learning", "its gradient vanishes"),
     "saturated": ({"layers.1.0"}, "not learning", "output of `layers.1.1` is saturated"),
     "missing": ({"layers[0].down"}, "not learning", "missing from the optimizer"),
-    "masked": ({"layers[1].query"}, "moved by weight decay alone", "gradient is exactly zero"),
+    "masked": ({"layers[1].query"}, "moved without a gradient", "gradient is exactly zero"),
 }
 
 

@@ -228,7 +228,8 @@ def _show_comparison(folder: Path, width: int | None, as_json: bool) -> None:
         lines += ["", "arms"]
         for name, arm in evidence.arms.items():
             seeds = ", ".join(str(run.seed) for run in arm.runs)
-            lines.append(f"  {name}: {arm.does}; {len(arm.finished)} finished runs, seeds {seeds}")
+            runs = f"{len(arm.finished)} of {len(arm.runs)} runs finished"
+            lines.append(f"  {name}: {arm.does}; {runs}, seeds {seeds}")
         lines.append("")
     lines += ["files", *(f"  {name}" for name in columns([*files.items()]))]
     lines += ["", "notes"] * bool(annotations.notes)

@@ -13,7 +13,6 @@ from typing import Any
 
 from frostlab.errors import BadInput
 from frostlab.flow.judge import (
-    DECAYING,
     EXPLODING,
     FROZEN,
     LEARNING,
@@ -21,6 +20,7 @@ from frostlab.flow.judge import (
     SCALED,
     SLOW,
     STILL,
+    UNDRIVEN,
     UNKNOWN,
     Rules,
 )
@@ -39,7 +39,7 @@ _TITLES = {"front_ratio": "front/output gradient", "weight_change": "front weigh
 
 UNHEALTHY = {  # verdict → the verb for one part, the verb for several parts
     STILL: ("does not learn", "do not learn"),
-    DECAYING: ("is moved by weight decay alone", "are moved by weight decay alone"),
+    UNDRIVEN: ("is moved without a gradient", "are moved without a gradient"),
     EXPLODING: ("explodes", "explode"),
     MOVED: ("moved though it is frozen", "moved though they are frozen"),
 }

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 LEARNING, SLOW, STILL = "learning", "slow", "not learning"
 EXPLODING, FROZEN, SCALED = "exploding", "frozen on purpose", "scaled away by the optimizer"
-DECAYING, MOVED = "moved by weight decay alone", "frozen, yet moved"
+UNDRIVEN, MOVED = "moved without a gradient", "frozen, yet moved"
 UNKNOWN = "not measured yet"
-WORDS = (LEARNING, SLOW, STILL, EXPLODING, FROZEN, SCALED, DECAYING, MOVED, UNKNOWN)
+WORDS = (LEARNING, SLOW, STILL, EXPLODING, FROZEN, SCALED, UNDRIVEN, MOVED, UNKNOWN)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class PartVerdict:
     @property
     def accident(self) -> bool:
         """Whether the part is trainable but does not learn."""
-        return self.word in (STILL, DECAYING)
+        return self.word in (STILL, UNDRIVEN)
 
     @property
     def alarming(self) -> bool:
@@ -262,7 +262,7 @@ def _judge_part(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict:
         )
     if not recent.reports:
         return PartVerdict(UNKNOWN, "no step has been measured yet")
-    for rule in (_broken, _left_out, _decaying, _still, _exploding, _slow, _scaled):
+    for rule in (_broken, _left_out, _undriven, _still, _exploding, _slow, _scaled):
         if (verdict := rule(recent, i, part)) is not None:
             return verdict
     if math.isnan(recent.ratios[i]):
@@ -303,11 +303,11 @@ def _left_out(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | N
     return None
 
 
-def _decaying(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
+def _undriven(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
     masked = all(r.of("gradient", i) == 0.0 < r.of("update", i) for r in recent.reports)
     if masked and recent.enough and not recent.vanishes(i):
         return PartVerdict(
-            DECAYING,
+            UNDRIVEN,
             "its gradient is exactly zero, and the optimizer still moves it "
             f"by {recent.reports[-1].ratio(i):.1e} of its weights a step",
             "a gradient mask stops neither weight decay nor momentum: use fl.freeze instead",
@@ -336,7 +336,8 @@ def _exploding(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | 
     ratios = [r.ratio(i) for r in recent.reports if r.of("weight", i) > 0]
     ratio = median(ratios) if ratios else 0.0
     if ratio > rules.leap and len(ratios) > 1 and first.of("weight", i) > 0:
-        return PartVerdict(EXPLODING, f"a step moves it by {ratio:.1g} of its weights", hint)
+        moved = f"a step moves it by {ratio:.1g} × the norm of its weights"
+        return PartVerdict(EXPLODING, moved, hint)
     if _grew(recent.sizes[i], first.of("gradient", i), rules.growth):
         totals = list(recent.flow.norms().values())
         if _grew(min(totals[-rules.window :]), totals[0], rules.growth):

@@ -161,7 +161,7 @@ def _narrow(table: Sequence[Sequence[str]], width: int) -> list[str]:
 
 
 def _totals(anatomy: Anatomy) -> list[str]:
-    """Return the parameter counts as text, in total and for each state that occurs."""
+    """Return the parameter counts as text: total, trainable, and other states that occur."""
     total = anatomy.count()
     lines = [f"{'parameters':<12}{total:>16,}"]
     for state in ("trainable", "frozen", "fixed"):

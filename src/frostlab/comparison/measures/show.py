@@ -33,13 +33,15 @@ def step_times(evidence: Evidence) -> str:
     head = ["arm", "ms a step", f"ratio [{confidence}]", "FLOPs allow", "remark", "peak memory",
             "optimizer", "trained weights"]  # fmt: skip
     stopped = "the time was up" if timing.stopped_by == "time" else "all intervals were narrow"
-    proof = "proven" if timing.proven else f"**unproven**: {escaped('; '.join(timing.reasons))}"
+    proof = "passed its checks"
+    if not timing.proven:
+        proof = f"is **unproven**: {escaped('; '.join(timing.reasons))}"
     note = (
         f"The arms took turns in one process for {timing.rounds} rounds in {timing.seconds:.0f} s, "
         f"until {stopped}; all models were built and timed {timing.builds} times. "
         "The A/A controls are more copies of the baseline. The control that differs most from the "
         f"other copies has the ratio {ratio_text(timing.control)} (95 % confidence over all "
-        f"controls). The timing is {proof}. FLOPs allow: a lower bound on the ratio, from the "
+        f"controls). The timing {proof}. FLOPs allow: a lower bound on the ratio, from the "
         "matrix products that are saved; a remark says if the whole interval is below it. "
         "Peak memory is measured during the first build and its warm-up."
     )
@@ -82,9 +84,9 @@ def run_times(evidence: Evidence) -> str:
     note = (
         f"{whole_run_note(evidence).capitalize()}. Total is h:mm:ss, the mean of the runs, with "
         "the gap to the baseline over paired runs and its 95 % interval; per epoch and per step "
-        "leave out validation. cv is the coefficient of variation: of all epochs, of the blocks "
-        "of interleaved steps, of the rounds. Validation: its seconds in a run, the seconds of "
-        "one evaluation, and its share of the total time."
+        "leave out validation. cv is the coefficient of variation: over all epochs, over the "
+        "blocks of interleaved steps and, for alternating runs, over these runs. Validation: its "
+        "seconds in a run, the seconds of one evaluation, and its share of the total time."
     )
     if scaled:
         note += " *Scaled*: the runs are shorter than an epoch, so its time is extrapolated."

@@ -136,7 +136,7 @@ def _size(path: Path) -> int:
 
 
 def _start(modules: list[str]) -> subprocess.Popen[bytes]:
-    """Start this file as a program; -P keeps the working folder out of its imports."""
+    """Start this file as a program; -P keeps this file's folder out of its imports."""
     return subprocess.Popen(
         [sys.executable, "-P", PROGRAM, *modules],
         stdin=subprocess.PIPE,

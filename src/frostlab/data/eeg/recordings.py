@@ -118,12 +118,12 @@ class Signals:
     splits: dict[str, Windows]  # train, tune, report, and unseen if subjects are held out
     rate: float  # Hz
     channels: tuple[str, ...]
-    # These fields are as in `Recordings`.
+    # `subjects`, `origin`, `caution` and `known` are as in `Recordings`
     subjects: tuple[str, ...]
     origin: dict[str, str]
     caution: str | None
     known: dict[str, float]
-    digest: str
+    digest: str  # of the recordings and of how they are cut into windows
     described: dict[str, SplitRecord] = field(default_factory=dict)  # by role
     task: Literal["envelope"] = "envelope"
     labels: None = None  # EEG has no classes
@@ -184,7 +184,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _StoreFacts:
-    """Cached metadata of stored recordings; the fields are as in `Recordings`."""
+    """Cached metadata of stored recordings, listed in `entries`; the rest is as in `Recordings`."""
 
     rate: float
     channels: tuple[str, ...]
