@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from frostlab.models.attention import Packing, attend
 from frostlab.models.decoder import Decoder
@@ -145,13 +144,13 @@ def _attention(
     return mixed, None
 
 
-AttentionInterface.register(_NAME, _attention)
-
-
 class HuggingFaceStack(Stack):
     """The common base of the stacks of Hugging Face models."""
 
     def __init__(self, model: Any, body: Any, layers: Any, head: Any, classifies: bool) -> None:
+        from transformers import AttentionInterface  # imported here because it takes seconds
+
+        AttentionInterface.register(_NAME, _attention)
         self.model, self.body, self.head = model, body, head
         self.layers, self.classifies = list(layers), classifies
 
