@@ -138,7 +138,7 @@ def _train_stage(
                 batches = feed(rows)
             seed_step(recipe.seed, progress.step, world.rank, compute.device)
             rate = rate_at(stage_step, stage.steps, optim)
-            began = clock.mark()
+            began, shapes = clock.mark(), step_once.prepared_shapes
             outcome = step_once(batches, feed.examples.scored(rows), rate)
             lap = (began, clock.mark())
             if recorded_reason != step_once.reason:
@@ -149,7 +149,7 @@ def _train_stage(
             tokens = feed.examples.tokens_read(rows)
             padded = sum(batch.padded_tokens for batch in batches)
             log.add(Entry(progress.step, outcome, rate, tokens, padded, len(rows), lap,
-                          progress.order))  # fmt: skip
+                          progress.order, step_once.prepared_shapes != shapes))  # fmt: skip
             context.display.advance(progress.step, latest_loss)
 
             if index == per_epoch:

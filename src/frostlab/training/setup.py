@@ -299,9 +299,8 @@ class Assembly:
     config: str | None  # a Hugging Face model's config.json; None for frostlab's own models
 
 
-def assemble(recipe: Recipe, data_dir: str | Path | None, task: Task, compute: Compute) -> Assembly:
-    """Prepare the data and the first stage's model; refuse invalid settings early."""
-    prepared = prepare_data(recipe, data_dir, task, compute.world)
+def assemble(recipe: Recipe, prepared: PreparedData, task: Task, compute: Compute) -> Assembly:
+    """Build the first stage's model for prepared data; refuse invalid settings early."""
     stages = stages_of(recipe, len(prepared.splits["train"]))
     built = build_model(recipe, prepared)
     digests = {
