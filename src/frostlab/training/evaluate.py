@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from frostlab.data.eeg.recordings import PreparedData, as_token_data
-from frostlab.devices import exact_dtype
+from frostlab.devices import exact_dtype, to_device
 from frostlab.errors import BadInput, check_registration, nearest, same_function
 from frostlab.recipe.settings import LOWER_IS_BETTER, METRICS
 from frostlab.training.batches.batch import IGNORED, Batch, Split, micro_batches
@@ -65,7 +65,8 @@ def evaluate(
                     logits = objective(inputs, want=want)
                 tally.add(logits, inputs)
                 if classes is not None and len(own_rows):
-                    classes[torch.from_numpy(own_rows).to(device)] = 1 + logits.argmax(-1)
+                    places = to_device(torch.from_numpy(own_rows), device)
+                    classes.index_copy_(0, places, 1 + logits.argmax(-1))
     finally:
         objective.train(training)
     metrics = tally.metrics(world)
@@ -172,8 +173,9 @@ class TextTally:
         self.sums[1] += batch.scored
         scored = targets != IGNORED
         if self.task == "classification":
-            pairs = (targets * self.classes + predicted)[scored]
-            self.sums[2:] += torch.bincount(pairs, minlength=self.classes**2)
+            # unlike torch.bincount, this does not wait for the device
+            pairs = targets.clamp(min=0) * self.classes + predicted
+            self.sums[2:].index_add_(0, pairs, scored.to(self.sums.dtype))
         else:
             self.sums[2] += (predicted.eq(targets) & scored).sum()
 
