@@ -70,7 +70,7 @@ def test_the_wall_clock_counts_every_part_once(
     slow(loop, "make_step", 8.0)
     slow(EagerStep, "__call__", 16.0)
     slow(loop, "measure", 32.0)
-    slow(loop, "save_checkpoint", 64.0)
+    slow(loop, "_weights_to_save", 64.0)
     slow(loop, "record_stage", 128.0)
     slow(run_module, "state_digest", 256.0)
     recipe = tiny(train__epochs=1)

@@ -432,7 +432,7 @@ class EvaluationEvent(Event):
 
 @dataclass(frozen=True)
 class CheckpointEvent(Event):
-    """A checkpoint was written."""
+    """A checkpoint was taken; a thread writes it while training goes on."""
 
     kind = "checkpoint"
 

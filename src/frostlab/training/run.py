@@ -5,7 +5,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -368,6 +368,8 @@ def _train_and_report(
             wall.end_part("report")
         except BaseException as error:
             failure = failure_of(error, context.recipe)
+            with suppress(BaseException):  # the first error is the one to report
+                context.writer.wait()
             progress.seconds = clock.seconds
     if context.folder is not None:
         extra = {

@@ -20,6 +20,7 @@ from frostlab.records.checkpoint import FrozenWeights
 from frostlab.records.folder import RunFolder
 from frostlab.records.schema import Metrics, read
 from frostlab.records.schema import Stage as StageRecord
+from frostlab.storage import BackgroundWriter
 from frostlab.surgery.audit import Audit
 from frostlab.training.batches.batch import Batch, Examples, Split
 from frostlab.training.distributed import Compute, World, blocks
@@ -169,6 +170,7 @@ class RunContext:
     current: StageModel  # replaced when a stage begins
     # writes histograms of weights and gradients at a step; None: no histograms are written
     histograms: Callable[[int, nn.Module, Gradient], None] | None = None
+    writer: BackgroundWriter = field(default_factory=BackgroundWriter)  # of checkpoints
 
     @property
     def model(self) -> nn.Module:
