@@ -246,6 +246,8 @@ class TokenExamples:
     types: bool = False  # whether to add token types
     limit: int | None = None  # see `collate`
     width: int | None = None  # see `collate`
+    # widths to pad to if `width` is None; longer examples, and all if it is empty: see `limit`
+    widths: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -263,9 +265,11 @@ class TokenExamples:
         return int(self._lengths[rows].sum())
 
     def collate(self, rows: Rows) -> Batch:
-        return collate(
-            self.tokens, rows, self.pad, types=self.types, limit=self.limit, width=self.width
-        )
+        width = self.width
+        if width is None and self.widths and len(rows):
+            longest = int(self.tokens.lengths[rows].max())
+            width = next((width for width in self.widths if width >= longest), None)
+        return collate(self.tokens, rows, self.pad, types=self.types, limit=self.limit, width=width)
 
     @cached_property
     def _scored(self) -> NDArray[np.int64]:
