@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,38 @@ def test_metrics_do_not_depend_on_the_batches(name: str) -> None:
         assert others == pytest.approx(metrics, rel=1e-10)
         assert classes == predicted
     assert len(set(predicted)) != 1, "a classifier predicts several classes"
+
+
+def test_batches_that_do_not_fit_become_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, model = prepared(labels=True), exactly("gpt classifier")
+    objective, sizes = Objective(model), []
+    forward = Objective.forward
+
+    def limited(self: Objective, batch: Batch, **more: Any) -> torch.Tensor:
+        sizes.append(batch.examples)
+        if batch.padded_tokens > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, batch, **more)
+
+    def measure(batch: int, processes: int = 1) -> tuple[dict[str, float], list[int]]:
+        classes = torch.zeros(len(data.splits["train"]), dtype=torch.long)
+        compute = Compute(CPU, torch.float64, World(size=processes))
+        task, split = TASKS["classification"], data.splits["train"]
+        return evaluate(
+            task, objective, data, split, batch, compute, classes=classes
+        ), classes.tolist()
+
+    expected, predicted = measure(2)
+    monkeypatch.setattr(Objective, "forward", limited)
+    metrics, classes = measure(32)
+    assert sizes[:3] == [32, 8, 2], "the longest are first"
+    assert metrics == pytest.approx(expected, rel=1e-10)
+    assert classes == predicted
+    with pytest.raises(torch.OutOfMemoryError):
+        measure(32, processes=2)
+    monkeypatch.setattr(Batch, "padded_tokens", 101)
+    with pytest.raises(torch.OutOfMemoryError):
+        measure(32)
 
 
 def test_evaluations_take_no_more_memory_than_steps() -> None:
