@@ -10,6 +10,8 @@ import torch
 
 import frostlab as fl
 from forked import attempt, outcome
+from frostlab.bench.catalogue import chosen
+from frostlab.bench.runner import run_benchmarks
 from frostlab.data.tokens import Prepared, Tokens
 from frostlab.devices import peak_bytes, reset_peak
 from frostlab.models.gpt import GPT, GPTConfig
@@ -112,6 +114,13 @@ def test_captured_runs_use_few_widths_and_say_where_the_time_went(tmp_path: Path
     assert wall.new_shapes > 0, "the second step of a width captures it"
     assert wall.steps > 0
     print(seconds)
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs
+def test_whole_runs_are_measured_against_the_trainer() -> None:
+    (result,) = run_benchmarks(chosen(["whole-run"]), scale="small", rounds=1)
+    assert result["status"] == "measured", result["reason"]
+    assert set(result["seconds"]) == {"ours", "Trainer", "compiled Trainer"}
 
 
 @pytest.mark.parametrize("moment", ["rename", "half a file", "clean-up"])

@@ -62,14 +62,17 @@ class Benchmark:
     against: str
     unit: Literal["examples", "tokens"]
     target: Target
-    function: str  # name of the function in frostlab.bench.cases
+    function: str  # name of the function in `module`
     needs: tuple[str, ...] = ()  # libraries, and datasets as data:NAME
+    module: str = "cases"  # name of the module in frostlab.bench
+    small_needs: tuple[str, ...] | None = None  # at small scale; None: the same
 
     def missing(self, scale: Scale, data_dir: Path | None, cuda: bool) -> str | None:
         """Return the reason why the benchmark cannot run on this machine, or None."""
         if scale == "full" and not cuda:
             return "needs a CUDA device; --scale small runs a small variant here"
-        for need in self.needs:
+        small = scale == "small" and self.small_needs is not None
+        for need in (self.small_needs or ()) if small else self.needs:
             kind, _, name = need.rpartition(":")
             if kind == "data":
                 if data_dir is None:
@@ -155,6 +158,18 @@ BENCHMARKS = {
             "examples",
             Target(faster=3),
             "frozen_prefix",
+        ),
+        Benchmark(
+            "whole-run",
+            "`frostlab run imdb-gpt`, from the start of the process to its end",
+            f"{_TRAINER}, same model, data, epochs, evaluations and best checkpoint, compiled or "
+            "not, whichever is faster",
+            "examples",
+            Target(ours_ms=25_000),
+            "whole_run",
+            ("accelerate", "data:imdb"),
+            module="whole_run",
+            small_needs=("accelerate",),
         ),
     )
 }
