@@ -7,6 +7,7 @@ these steps, which a model's own forward does not offer.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -144,13 +145,19 @@ def _attention(
     return mixed, None
 
 
+@cache
+def _register_attention() -> None:
+    """Add our attention to transformers' registry, once."""
+    from transformers import AttentionInterface  # imported here because it takes seconds
+
+    AttentionInterface.register(_NAME, _attention)
+
+
 class HuggingFaceStack(Stack):
     """The common base of the stacks of Hugging Face models."""
 
     def __init__(self, model: Any, body: Any, layers: Any, head: Any, classifies: bool) -> None:
-        from transformers import AttentionInterface  # imported here because it takes seconds
-
-        AttentionInterface.register(_NAME, _attention)
+        _register_attention()
         self.model, self.body, self.head = model, body, head
         self.layers, self.classifies = list(layers), classifies
 

@@ -370,7 +370,7 @@ def _clocks(run: _Run) -> list[str]:
 
 def _wall_clock(run: _Run) -> list[str]:
     """Return where the time of the process that ended the run went, with shares of the total."""
-    wall = run.result and run.result.clocks.wall
+    wall = run.result.clocks.wall if run.result else None
     if wall is None:
         return []
     seconds = {name.replace("_", " "): value for name, value in asdict(wall).items()}
