@@ -62,9 +62,8 @@ class Benchmark:
     against: str
     unit: Literal["examples", "tokens"]
     target: Target
-    function: str  # name of the function in `module`
+    function: str  # module of frostlab.bench and name, such as cases.frozen_qk
     needs: tuple[str, ...] = ()  # libraries, and datasets as data:NAME
-    module: str = "cases"  # name of the module in frostlab.bench
     small_needs: tuple[str, ...] | None = None  # at small scale; None: the same
 
     def missing(self, scale: Scale, data_dir: Path | None, cuda: bool) -> str | None:
@@ -98,7 +97,7 @@ BENCHMARKS = {
             f"{_TRAINER}, same model and batches",
             "examples",
             Target(faster=5, ours_ms=7),
-            "bert_finetune",
+            "cases.bert_finetune",
             ("accelerate",),
         ),
         Benchmark(
@@ -107,7 +106,7 @@ BENCHMARKS = {
             f"{_TRAINER}, dynamic padding, group_by_length, fused AdamW, torch_compile",
             "examples",
             Target(faster=4),
-            "sst2_epoch",
+            "cases.sst2_epoch",
             ("accelerate", "data:sst2"),
         ),
         Benchmark(
@@ -116,7 +115,7 @@ BENCHMARKS = {
             _PLAIN_LOOP,
             "tokens",
             Target(faster=2.5),
-            "gpt_language_8",
+            "cases.gpt_language_8",
         ),
         Benchmark(
             "gpt-language-64",
@@ -124,7 +123,7 @@ BENCHMARKS = {
             _PLAIN_LOOP,
             "tokens",
             Target(faster=1.15),
-            "gpt_language_64",
+            "cases.gpt_language_64",
         ),
         Benchmark(
             "gpt-imdb",
@@ -132,7 +131,7 @@ BENCHMARKS = {
             "frostlab's eager step, padded",
             "examples",
             Target(faster=4),
-            "gpt_imdb",
+            "cases.gpt_imdb",
         ),
         Benchmark(
             "frozen-qk",
@@ -140,7 +139,7 @@ BENCHMARKS = {
             "everything trained, same captured step",
             "examples",
             Target(gain_share=0.8),
-            "frozen_qk",
+            "cases.frozen_qk",
         ),
         Benchmark(
             "deep-supervision",
@@ -149,7 +148,7 @@ BENCHMARKS = {
             "the same with plain logits",
             "tokens",
             Target(faster=2, memory=0.25),
-            "deep_supervision",
+            "cases.deep_supervision",
         ),
         Benchmark(
             "frozen-prefix",
@@ -157,7 +156,7 @@ BENCHMARKS = {
             "the same uncached",
             "examples",
             Target(faster=3),
-            "frozen_prefix",
+            "cases.frozen_prefix",
         ),
         Benchmark(
             "whole-run",
@@ -166,9 +165,8 @@ BENCHMARKS = {
             "not, whichever is faster",
             "examples",
             Target(ours_ms=25_000),
-            "whole_run",
+            "whole_run.whole_run",
             ("accelerate", "data:imdb"),
-            module="whole_run",
             small_needs=("accelerate",),
         ),
     )

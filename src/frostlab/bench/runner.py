@@ -89,8 +89,9 @@ def _measure(settings: BenchSettings, scale: Scale) -> Iterator[Result]:
 
 def case_function(benchmark: Benchmark) -> Callable[[BenchSettings], Iterator[Result]]:
     """Return the function that measures a benchmark."""
-    module = import_module(f"frostlab.bench.{benchmark.module}")
-    function: Callable[[BenchSettings], Iterator[Result]] = getattr(module, benchmark.function)
+    module, _, name = benchmark.function.rpartition(".")
+    function: Callable[[BenchSettings], Iterator[Result]]
+    function = getattr(import_module(f"frostlab.bench.{module}"), name)
     return function
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from frostlab.bench.cases import make_result
+from frostlab.bench.cases import assemble_result
 from frostlab.bench.catalogue import Result
 from frostlab.bench.peers import (
     CHECKED_STEPS,
@@ -100,7 +100,7 @@ def whole_run(settings: BenchSettings) -> Iterator[Result]:
     _check_outcomes(ours, theirs, steps)
     mean = float(prepared.splits["train"].lengths.mean())
     work = step_work(model, round(mean), recipe.train.batch * mean)
-    yield make_result(
+    yield assemble_result(
         settings,
         PairTimes(
             ours.seconds,

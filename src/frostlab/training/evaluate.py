@@ -93,7 +93,7 @@ def _evaluate(
                 tally.add(logits, inputs)
                 if classes is not None and len(own_rows):
                     places = to_device(torch.from_numpy(own_rows), device)
-                    classes.index_copy_(0, places, 1 + logits.argmax(-1))
+                    classes[places] = 1 + logits.argmax(-1)
     finally:
         objective.train(training)
     metrics = tally.metrics(world)
