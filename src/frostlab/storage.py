@@ -9,6 +9,7 @@ import re
 import secrets
 import shutil
 import stat
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -237,7 +238,7 @@ def save_tensors(path: Path, tensors: "dict[str, Tensor]") -> None:
     try:
         temporary = folder / path.name
         try:
-            save_file(_plain_tensors(tensors), temporary)
+            save_file(plain_tensors(tensors), temporary)
         except SafetensorError as error:  # raise OSError if the system refused, e.g. a full disk
             if code := re.search(r"os error (\d+)", str(error)):
                 raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
@@ -249,15 +250,54 @@ def save_tensors(path: Path, tensors: "dict[str, Tensor]") -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _plain_tensors(tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
-    """Return tensors as safetensors needs them: on the CPU, contiguous, shared ones only once."""
+def plain_tensors(tensors: "dict[str, Tensor]", copy: bool = False) -> "dict[str, Tensor]":
+    """Return tensors as safetensors needs them: on the CPU, contiguous, shared ones only once.
+
+    With `copy`, later changes of the tensors do not change the result.
+    """
     seen: dict[tuple[int, int], str] = {}
     plain = {}
     for name, tensor in tensors.items():
         if tensor.numel() and seen.setdefault((tensor.data_ptr(), tensor.numel()), name) != name:
             continue
-        plain[name] = tensor.detach().cpu().contiguous()
+        plain[name] = tensor.detach().to("cpu", copy=copy).contiguous()
     return plain
+
+
+class BackgroundWriter:
+    """A thread that writes files while the program goes on; it does one thing at a time.
+
+    `wait` and `check` raise the error of a writing that failed, once.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, write: Callable[[], object]) -> None:
+        """Call a function in a thread, after waiting for the one before."""
+        self.wait()
+        self._thread = threading.Thread(target=self._call, args=(write,))
+        self._thread.start()
+
+    def _call(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self) -> None:
+        """Wait until everything is written; raise an error if that failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise an error if writing has failed, without waiting."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
 def use_default_mode(path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
+import frostlab as fl
 from forked import frostlab_command
 from frostlab.bench import runner
 from frostlab.bench.cases import (
@@ -22,13 +23,14 @@ from frostlab.bench.cases import (
     supervised,
 )
 from frostlab.bench.catalogue import BENCHMARKS, chosen
+from frostlab.bench.whole_run import Side, _check_outcomes
 from frostlab.bench.workloads import BenchSettings, random_feed
 from frostlab.cli.main import app
 from frostlab.recipe.settings import Supervise
 from frostlab.timing.flops import step_work
 
 MEASURED = ("bert-finetune", "sst2-epoch", "gpt-language-8", "gpt-language-64", "gpt-imdb",
-            "frozen-qk", "deep-supervision")  # fmt: skip
+            "frozen-qk", "deep-supervision", "whole-run")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +77,48 @@ def test_the_figures_of_a_result_are_consistent(results: list[dict[str, Any]]) -
         rate = r["ceilings"]["matmul_flops"]
         assert r["mfu"] == pytest.approx(r["compute_ms"] / r["ours_ms"])
         assert r["compute_ms"] == pytest.approx(1e3 * r["flops"] / rate)
-        assert r["traffic_ms"] * r["ceilings"]["copy_bytes"] == pytest.approx(28e3 * r["trainable"])
+        traffic = 28e3 * r["trainable"] * r.get("steps", 1)
+        assert r["traffic_ms"] * r["ceilings"]["copy_bytes"] == pytest.approx(traffic)
         assert (r["rounds"], r["reached"], r["scale"]) == (2, None, "small")
         assert r["ours_prepare_s"] > 0 < r["theirs_prepare_s"]
         assert r["ours_losses"] == pytest.approx(r["theirs_losses"], rel=0.01)
     frozen = next(r for r in results if r["benchmark"] == "frozen-qk")
     gained = (frozen["faster"] - 1) / (frozen["flop_bound"] - 1)
     assert frozen["gain_share"] == pytest.approx(gained)
+
+
+def test_whole_runs_do_the_same_job(results: list[dict[str, Any]]) -> None:
+    (result,) = (r for r in results if r["benchmark"] == "whole-run")
+    assert result["steps"] == 16
+    assert result["theirs_is"] == "Trainer", "nothing is compiled on the CPU"
+    assert len(result["ours_accuracy"]) == len(result["theirs_accuracy"]) == 2
+    assert result["ours_accuracy"][0] == result["ours_accuracy"][1]
+    wall, seconds = result["ours_wall"], result["seconds"]
+    assert result["ours_ms"] == pytest.approx(1e3 * sum(seconds["ours"]) / 2, abs=0.1)
+    assert result["theirs_ms"] == pytest.approx(1e3 * sum(seconds["Trainer"]) / 2, abs=0.1)
+    assert 0 < wall["starting"] < wall["total"] < seconds["ours"][-1]
+    assert result["ours_prepare_s"] < min(seconds["ours"])
+    assert result["theirs_prepare_s"] < min(seconds["Trainer"])
+
+
+def test_sides_that_do_another_job_are_refused() -> None:
+    def side(**changes: int) -> Side:
+        outcome = {"steps": 16, "evaluations": 2, "examples": 9} | changes
+        return Side(lambda folder: [], lambda *given: {}, [1.0], [outcome])
+
+    _check_outcomes(side(), side(), 16)
+    for key in ("steps", "evaluations", "examples"):
+        with pytest.raises(fl.FrostlabError, match=f"the same job: {key}"):
+            _check_outcomes(side(), side(**{key: 3}), 16)
+    with pytest.raises(fl.FrostlabError, match="the same job: steps"):
+        _check_outcomes(side(), side(), 17)
+
+
+def test_a_side_that_fails_says_why() -> None:
+    program = "import sys; print('first'); sys.exit('the last line')"
+    side = Side(lambda folder: [sys.executable, "-c", program], lambda *given: {})
+    with pytest.raises(fl.FrostlabError, match="failed: the last line"):
+        side.run()
 
 
 def test_deep_supervision_is_measured_in_both_phases(results: list[dict[str, Any]]) -> None:

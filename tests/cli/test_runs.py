@@ -188,6 +188,33 @@ def test_listing_needs_no_torch(finished: Path) -> None:
     assert done.stdout.count("--help") >= len(commands) - 4, "every command has run"
 
 
+def test_a_run_of_an_own_model_imports_no_other_library(tmp_path: Path) -> None:
+    """transformers alone would take as long to import as torch and frostlab together."""
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(tiny(train__epochs=1)))
+    program = (
+        "import sys\n"
+        "from frostlab.cli.main import main\n"
+        "import frostlab.models.build as build\n"
+        "_build_own = build._build_own\n"
+        "def build_own(*arguments):\n"
+        "    model = _build_own(*arguments)\n"
+        "    assert 'torch._dynamo' not in sys.modules, 'the optimizer is the first to need it'\n"
+        "    return model\n"
+        "build._build_own = build_own\n"
+        "sys.argv = {!r}\n"
+        "try: main()\n"
+        "except SystemExit as e: assert not e.code, e.code\n"
+        "heavy = 'transformers scipy pandas jinja2 altair matplotlib datasets peft pyarrow PIL'\n"
+        "assert not set(heavy.split()) & sys.modules.keys(), sorted(sys.modules)"
+    )
+    arguments = ["frostlab", "run", str(tmp_path / "mine.yaml"), "--runs", str(tmp_path / "runs")]
+    done = subprocess.run(
+        [sys.executable, "-c", program.format(arguments)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "finished" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -22,6 +22,7 @@ from frostlab.records.schema import (
     Scores,
     Stage,
     TelemetrySummary,
+    WallClock,
 )
 from tiny import tiny
 
@@ -30,6 +31,7 @@ TABLES: dict[str, type] = {  # heading in the document: the dataclass
     "result.json": Result,
     "Stages of a result": Stage,
     "Clocks": Clocks,
+    "Wall clock": WallClock,
     "Telemetry": TelemetrySummary,
     "Scores": Scores,
     "digests.json": Digests,

@@ -1,5 +1,9 @@
 """Clocks: phases and overlap of a run, blocks on the device, waiting for a device."""
 
+import subprocess
+import sys
+import time
+
 import pytest
 import torch
 
@@ -9,6 +13,21 @@ from frostlab.timing.clock import BlockClock, BlockSeconds, Stopwatch
 from frostlab.training.step_log import clocks
 
 CPU = torch.device("cpu")
+
+
+def test_a_process_knows_when_it_began() -> None:
+    program = (
+        "import time; time.sleep(0.3)\n"
+        "from frostlab.timing.clock import WallClock, process_began\n"
+        "clock = WallClock(process_began()); time.sleep(0.1); clock.end_part('a')\n"
+        "print(clock.seconds['starting'], clock.seconds['a'], clock.total)"
+    )
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    taken = time.perf_counter() - began
+    starting, part, total = map(float, done.stdout.split())
+    assert 0.3 <= starting <= total - part <= taken
+    assert part >= 0.1
 
 
 @pytest.mark.parametrize(("device", "overlaps"), [("cpu", False), ("mps", True)])

@@ -1,15 +1,22 @@
 """Metrics equal a library's, whatever the batches."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from frostlab.recipe.load import recipe_from
 from frostlab.training.batches.batch import IGNORED, Batch
-from frostlab.training.distributed import World
-from frostlab.training.evaluate import TextTally
-from frostlab.training.step.objective import summed_loss
+from frostlab.training.distributed import Compute, World
+from frostlab.training.evaluate import TextTally, evaluate
+from frostlab.training.state import evaluation_batch
+from frostlab.training.step.objective import Objective, summed_loss
+from frostlab.training.tasks import TASKS
+from packed import build, classifies, exactly, prepared
+from tiny import tiny
 
 CPU = torch.device("cpu")
 
@@ -33,6 +40,80 @@ def test_classification(sizes: list[int]) -> None:
 
     expected = multiclass_f1_score(logits.argmax(-1), targets, num_classes=4, average="macro")
     assert metrics["macro_f1"] == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt classifier", "gpt", "bert classifier"])
+def test_metrics_do_not_depend_on_the_batches(name: str) -> None:
+    """In float64; batches of one example are the reference, which need no padding at all."""
+    data, model = prepared(labels=classifies(name)), exactly(name)
+    task = TASKS["classification" if classifies(name) else "language"]
+    examples = len(data.splits["train"])
+
+    def measure(batch: int, limit: int | None = None) -> tuple[dict[str, float], list[int]]:
+        classes = torch.zeros(examples, dtype=torch.long) if classifies(name) else None
+        found = evaluate(
+            replace(task, examples=lambda *given: replace(task.examples(*given), limit=limit)),
+            Objective(model), data, data.splits["train"], batch,
+            Compute(CPU, torch.float64), classes=classes,
+        )  # fmt: skip
+        return found, [] if classes is None else classes.tolist()
+
+    metrics, predicted = measure(1)
+    for batch, limit in ((2, None), (7, 30), (1000, None)):
+        others, classes = measure(batch, limit)
+        assert others == pytest.approx(metrics, rel=1e-10)
+        assert classes == predicted
+    assert len(set(predicted)) != 1, "a classifier predicts several classes"
+
+
+def test_batches_that_do_not_fit_become_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, model = prepared(labels=True), exactly("gpt classifier")
+    objective, sizes = Objective(model), []
+    forward = Objective.forward
+
+    def limited(self: Objective, batch: Batch, **more: Any) -> torch.Tensor:
+        sizes.append(batch.examples)
+        if batch.padded_tokens > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, batch, **more)
+
+    def measure(batch: int, processes: int = 1) -> tuple[dict[str, float], list[int]]:
+        classes = torch.zeros(len(data.splits["train"]), dtype=torch.long)
+        compute = Compute(CPU, torch.float64, World(size=processes))
+        task, split = TASKS["classification"], data.splits["train"]
+        return evaluate(
+            task, objective, data, split, batch, compute, classes=classes
+        ), classes.tolist()
+
+    expected, predicted = measure(2)
+    monkeypatch.setattr(Objective, "forward", limited)
+    metrics, classes = measure(32)
+    assert sizes[:3] == [32, 8, 2], "the longest are first"
+    assert metrics == pytest.approx(expected, rel=1e-10)
+    assert classes == predicted
+    with pytest.raises(torch.OutOfMemoryError):
+        measure(32, processes=2)
+    monkeypatch.setattr(Batch, "padded_tokens", 101)
+    with pytest.raises(torch.OutOfMemoryError):
+        measure(32)
+
+
+def test_evaluations_take_no_more_memory_than_steps() -> None:
+    """A step keeps the activations of the layers that learn, an evaluation those of one layer."""
+    model = build("gpt classifier")
+    recipe = recipe_from(tiny(train={"batch": 8, "accumulate": 2, "epochs": 1}, evaluate={}))
+    layers = len(model.blocks)
+    assert evaluation_batch(recipe, model) == 4 * layers > 4
+    for p in model.blocks[0].parameters():
+        p.requires_grad_(False)
+    assert evaluation_batch(recipe, model) == 4 * (layers - 1)
+    model.requires_grad_(False)
+    assert evaluation_batch(recipe, model) == 4
+    assert evaluation_batch(recipe_from(tiny(evaluate={"batch": 3})), model) == 3
+    language = recipe_from(
+        tiny(data={"name": "induction"}, train={"batch": 8, "epochs": 1}, evaluate={})
+    )
+    assert evaluation_batch(language, build("gpt")) == 8
 
 
 def test_language_weighs_tokens_not_batches() -> None:

@@ -80,7 +80,7 @@ def bert_finetune(settings: BenchSettings) -> Iterator[Result]:
         return TrainerLoop(bert(settings), FeedDataset(feed), FINE_TUNING, settings).drive
 
     times = settings.interleave(ours, theirs, rounds=30)
-    yield _result(
+    yield assemble_result(
         settings,
         times,
         step_work(bert(settings), length, batch * length),
@@ -121,7 +121,7 @@ def sst2_epoch(settings: BenchSettings) -> Iterator[Result]:
     times = settings.interleave(ours, theirs, rounds, warm_up)
     mean = float(tokens.lengths.mean())
     timed = len(times.ours) * steps / len(order)
-    yield _result(
+    yield assemble_result(
         settings,
         times,
         step_work(bert(settings), round(mean), batch * mean),
@@ -195,7 +195,7 @@ def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
         return as_driver(FrostlabLoop(model(0.1), padded, PRETRAINING, settings, "eager").step)
 
     times = settings.interleave(ours, theirs, rounds=30)
-    yield _result(
+    yield assemble_result(
         settings,
         times,
         step_work(model(0.1), round(mean), batch * mean),
@@ -242,7 +242,7 @@ def _language(settings: BenchSettings, batch: int) -> Result:
         return as_driver(nanogpt(feed).step)
 
     times = settings.interleave(ours, theirs, rounds=40)
-    return _result(
+    return assemble_result(
         settings,
         times,
         step_work(gpt(settings, vocabulary, 0, 0.0), length, batch * length),
@@ -291,7 +291,7 @@ def _frozen_qk(settings: BenchSettings, batch: int, length: int) -> Result:
     works = [step_work(model, length, batch * length) for model in (frozen, trained)]
     serial = [settings.ceilings.lower_bounds(work)["serial_ms"] for work in works]
     timed = times.to_dict()
-    return _result(
+    return assemble_result(
         settings,
         times,
         works[0],
@@ -351,7 +351,7 @@ def _frozen_prefix(
     last, full = build(settings, 1), build(settings, layers)
     name = type(last).__name__.removesuffix("ForSequenceClassification")
     work, uncached_work = (step_work(model, length, batch * length) for model in (last, full))
-    return _result(
+    return assemble_result(
         settings,
         times,
         work,
@@ -497,7 +497,7 @@ def _deep_supervision(
     tokens = batch * length
     work = deep_work(config, length, tokens, frozen)
     standard = step_work(partly_frozen(config, frozen), length, tokens)
-    return _result(
+    return assemble_result(
         settings,
         times,
         work,
@@ -521,7 +521,7 @@ def _deep_supervision(
     )
 
 
-def _result(
+def assemble_result(
     settings: BenchSettings,
     times: PairTimes,
     work: StepWork,

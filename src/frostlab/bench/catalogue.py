@@ -62,14 +62,16 @@ class Benchmark:
     against: str
     unit: Literal["examples", "tokens"]
     target: Target
-    function: str  # name of the function in frostlab.bench.cases
+    function: str  # module of frostlab.bench and name, such as cases.frozen_qk
     needs: tuple[str, ...] = ()  # libraries, and datasets as data:NAME
+    small_needs: tuple[str, ...] | None = None  # at small scale; None: the same
 
     def missing(self, scale: Scale, data_dir: Path | None, cuda: bool) -> str | None:
         """Return the reason why the benchmark cannot run on this machine, or None."""
         if scale == "full" and not cuda:
             return "needs a CUDA device; --scale small runs a small variant here"
-        for need in self.needs:
+        small = scale == "small" and self.small_needs is not None
+        for need in (self.small_needs or ()) if small else self.needs:
             kind, _, name = need.rpartition(":")
             if kind == "data":
                 if data_dir is None:
@@ -95,7 +97,7 @@ BENCHMARKS = {
             f"{_TRAINER}, same model and batches",
             "examples",
             Target(faster=5, ours_ms=7),
-            "bert_finetune",
+            "cases.bert_finetune",
             ("accelerate",),
         ),
         Benchmark(
@@ -104,7 +106,7 @@ BENCHMARKS = {
             f"{_TRAINER}, dynamic padding, group_by_length, fused AdamW, torch_compile",
             "examples",
             Target(faster=4),
-            "sst2_epoch",
+            "cases.sst2_epoch",
             ("accelerate", "data:sst2"),
         ),
         Benchmark(
@@ -113,7 +115,7 @@ BENCHMARKS = {
             _PLAIN_LOOP,
             "tokens",
             Target(faster=2.5),
-            "gpt_language_8",
+            "cases.gpt_language_8",
         ),
         Benchmark(
             "gpt-language-64",
@@ -121,7 +123,7 @@ BENCHMARKS = {
             _PLAIN_LOOP,
             "tokens",
             Target(faster=1.15),
-            "gpt_language_64",
+            "cases.gpt_language_64",
         ),
         Benchmark(
             "gpt-imdb",
@@ -129,7 +131,7 @@ BENCHMARKS = {
             "frostlab's eager step, padded",
             "examples",
             Target(faster=4),
-            "gpt_imdb",
+            "cases.gpt_imdb",
         ),
         Benchmark(
             "frozen-qk",
@@ -137,7 +139,7 @@ BENCHMARKS = {
             "everything trained, same captured step",
             "examples",
             Target(gain_share=0.8),
-            "frozen_qk",
+            "cases.frozen_qk",
         ),
         Benchmark(
             "deep-supervision",
@@ -146,7 +148,7 @@ BENCHMARKS = {
             "the same with plain logits",
             "tokens",
             Target(faster=2, memory=0.25),
-            "deep_supervision",
+            "cases.deep_supervision",
         ),
         Benchmark(
             "frozen-prefix",
@@ -154,7 +156,18 @@ BENCHMARKS = {
             "the same uncached",
             "examples",
             Target(faster=3),
-            "frozen_prefix",
+            "cases.frozen_prefix",
+        ),
+        Benchmark(
+            "whole-run",
+            "`frostlab run imdb-gpt`, from the start of the process to its end",
+            f"{_TRAINER}, same model, data, epochs, evaluations and best checkpoint, compiled or "
+            "not, whichever is faster",
+            "examples",
+            Target(ours_ms=25_000),
+            "whole_run.whole_run",
+            ("accelerate", "data:imdb"),
+            small_needs=("accelerate",),
         ),
     )
 }

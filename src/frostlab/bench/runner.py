@@ -7,6 +7,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from frostlab.bench import cases
 from frostlab.bench.catalogue import Benchmark, NotAvailable, Result, Scale
 from frostlab.bench.peers import reset_torch
 from frostlab.bench.workloads import BenchSettings
@@ -88,8 +88,10 @@ def _measure(settings: BenchSettings, scale: Scale) -> Iterator[Result]:
 
 
 def case_function(benchmark: Benchmark) -> Callable[[BenchSettings], Iterator[Result]]:
-    """Return the function of `cases` that measures a benchmark."""
-    function: Callable[[BenchSettings], Iterator[Result]] = getattr(cases, benchmark.function)
+    """Return the function that measures a benchmark."""
+    module, _, name = benchmark.function.rpartition(".")
+    function: Callable[[BenchSettings], Iterator[Result]]
+    function = getattr(import_module(f"frostlab.bench.{module}"), name)
     return function
 
 

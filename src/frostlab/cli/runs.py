@@ -169,6 +169,7 @@ def run(
     loaded = load_recipe(recipe, settings_from(settings, device, scale), seed)
     check_data_dir(data_dir)
     from frostlab.records.show import show
+    from frostlab.timing.clock import process_began
     from frostlab.training.run import run as run_recipe
 
     record = run_recipe(
@@ -181,6 +182,7 @@ def run(
         tensorboard=tensorboard,
         stand_in=stand_in,
         progress=True,
+        began=process_began(),
     )
     if is_first_process():
         echo(

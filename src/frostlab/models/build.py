@@ -103,12 +103,18 @@ def _size(kind: Any, config: Any) -> int:
 
 
 class _WithoutDraws(TorchFunctionMode):
-    """Skip `normal_`, which takes milliseconds for each tensor on the meta device."""
+    """Skip `normal_`, which takes milliseconds for each tensor on the meta device.
+
+    Its first call there also imports torch._dynamo, which takes a second.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return args[0] if func is Tensor.normal_ else func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is Tensor.normal_:
+            return args[0]
+        return kwargs["tensor"] if func is nn.init.normal_ else func(*args, **kwargs)
 
 
 @contextmanager

@@ -7,11 +7,11 @@ these steps, which a model's own forward does not offer.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from frostlab.models.attention import Packing, attend
 from frostlab.models.decoder import Decoder
@@ -145,13 +145,19 @@ def _attention(
     return mixed, None
 
 
-AttentionInterface.register(_NAME, _attention)
+@cache
+def _register_attention() -> None:
+    """Add our attention to transformers' registry, once."""
+    from transformers import AttentionInterface  # imported here because it takes seconds
+
+    AttentionInterface.register(_NAME, _attention)
 
 
 class HuggingFaceStack(Stack):
     """The common base of the stacks of Hugging Face models."""
 
     def __init__(self, model: Any, body: Any, layers: Any, head: Any, classifies: bool) -> None:
+        _register_attention()
         self.model, self.body, self.head = model, body, head
         self.layers, self.classifies = list(layers), classifies
 

@@ -163,4 +163,7 @@ class Evaluate(Strict):
     patience: Positive | None = None  # evaluations without improvement before stopping
     # value of the metric; the result records the steps and seconds until it was reached
     target: float | None = None
-    batch: Positive | None = None  # examples per batch; null: train.batch / train.accumulate
+    # examples per batch of the longest texts; batches of shorter texts have more, with as many
+    # tokens; null: train.batch / train.accumulate, and for a classifier this times the number of
+    # layers that learn
+    batch: Positive | None = None

@@ -3,9 +3,9 @@
 The files are result.json, digests.json, data.json, predictions.json and events.jsonl. All code
 reads them as the dataclasses of this module. `read_result`, `read_digests`, `read_data`,
 `read_predictions` and `read_event` parse text into them; an invalid file is refused with one line
-that names the key. To add, remove or rename a key, raise `SCHEMA` and update docs/runs.md; a test
-checks the keys of results, digests, data and events in that document. In comments, `null` is JSON's
-null, which is None in Python, and units come first: `s` is seconds, `ms` milliseconds.
+that names the key. To add, remove or rename a key, update docs/runs.md, of which a test checks the
+keys, and raise `SCHEMA`, unless records without a new key can still be read. In comments, `null` is
+JSON's null, which is None in Python, and units come first: `s` is seconds, `ms` milliseconds.
 """
 
 import re
@@ -24,9 +24,6 @@ ENDINGS: tuple[Ending, ...] = get_args(Ending)
 
 LayerMetrics = dict[str, dict[str, float | None]]  # layer (the first is "1") → metric → value
 Metrics = dict[str, float | LayerMetrics | None]  # metric → value; `layers` → LayerMetrics
-
-
-# result.json
 
 
 @dataclass(frozen=True)
@@ -81,6 +78,24 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
+class WallClock:
+    """Wall-clock time of the process that ended the run; the other keys add up to `total`."""
+
+    total: float  # s from the start of the program, or of `fl.run`, to the end of the run
+    starting: float  # s before the run: Python, imports and the recipe; 0 for `fl.run`
+    data: float  # s of preparing the data, and of batches that the device waited for
+    building: float  # s of starting the device, building the model and creating the run's folder
+    setup: float  # s of building steps, compiling them for the first batch, and loading kernels
+    first_steps: float  # s of the first step of each stage
+    new_shapes: float  # s of later steps that compiled or captured a new batch shape
+    steps: float  # s of all other steps
+    validation: float  # s of evaluations that select the best weights
+    checkpoints: float  # s of waiting for checkpoints, and of changing to the next stage
+    report: float  # s of loading and evaluating the best weights
+    other: float  # s of the rest
+
+
+@dataclass(frozen=True)
 class Clocks:
     """The time that a run spent on each activity."""
 
@@ -100,6 +115,7 @@ class Clocks:
     examples_per_second: float | None  # examples per second of `train_seconds`
     padding_share: float | None  # padding as a share of the model's input, 0 to 1
     packing_efficiency: float | None  # 1 - padding_share; null if nothing was packed
+    wall: WallClock | None = None  # where the time of the last process went; null in old records
 
 
 @dataclass(frozen=True)
@@ -231,9 +247,6 @@ class Result:
     scores: dict[str, dict[str, Scores]] | None = None  # EEG: by split and decoder
 
 
-# digests.json
-
-
 @dataclass(frozen=True)
 class Digests:
     """digests.json: digests of a run's initial state, after the treatment, to compare two runs."""
@@ -244,9 +257,6 @@ class Digests:
     weights: dict[str, str]  # digest of each part (a tensor, or its rows of one role), by key
     touched: list[str]  # keys of the parts to which the treatment gave new values
     frozen: dict[str, str]  # digest of every frozen tensor, by name
-
-
-# data.json
 
 
 @dataclass(frozen=True)
@@ -262,9 +272,6 @@ class DataRecord:
     def markdown(self) -> str:
         """Return a table of the splits in Markdown, with the notes below it."""
         return splits_markdown(self.splits, self.labels, self.notes)
-
-
-# predictions.json
 
 
 @dataclass(frozen=True)
@@ -425,7 +432,7 @@ class EvaluationEvent(Event):
 
 @dataclass(frozen=True)
 class CheckpointEvent(Event):
-    """A checkpoint was written."""
+    """A checkpoint was taken; a thread writes it while training goes on."""
 
     kind = "checkpoint"
 
@@ -529,17 +536,13 @@ EVENTS: dict[str, type[Event]] = {
 }  # fmt: skip
 
 
-# Reading
-
 # the name of a checkpoint's folder: steps done, and the stage if it is not the first
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{9,18})(?:-stage-([0-9]{1,6}))?")
 
 
 def read_result(text: bytes | str, where: object) -> Result:
     """Parse the text of result.json, or refuse it with a one-line error."""
-    values = parse(text)
-    if values is None:
-        raise BadInput(f"{where} is not a JSON object")
+    values = _object(text, where)
     _check_schema(values, where)
     result = read(Result, values, where)
     if (checkpoint := result.checkpoint) is not None:
@@ -554,26 +557,17 @@ def read_result(text: bytes | str, where: object) -> Result:
 
 def read_digests(text: bytes | str, where: object) -> Digests:
     """Parse the text of digests.json, or refuse it with a one-line error."""
-    values = parse(text)
-    if values is None:
-        raise BadInput(f"{where} is not a JSON object")
-    return read(Digests, values, where)
+    return read(Digests, _object(text, where), where)
 
 
 def read_data(text: bytes | str, where: object) -> DataRecord:
     """Parse the text of data.json, or refuse it with a one-line error."""
-    values = parse(text)
-    if values is None:
-        raise BadInput(f"{where} is not a JSON object")
-    return read(DataRecord, values, where)
+    return read(DataRecord, _object(text, where), where)
 
 
 def read_predictions(text: bytes | str, where: object) -> Predictions:
     """Parse the text of predictions.json, or refuse it with a one-line error."""
-    values = parse(text)
-    if values is None:
-        raise BadInput(f"{where} is not a JSON object")
-    predictions = read(Predictions, values, where)
+    predictions = read(Predictions, _object(text, where), where)
     if len(predictions.labels) != len(predictions.classes):
         raise BadInput(f"{where}: classes should have as many values as labels")
     return predictions
@@ -590,6 +584,13 @@ def read_event(line: bytes | str, where: object) -> Event | None:
     if not isinstance(kind, str) or kind not in EVENTS:
         raise BadInput(f"{where}: kind should be one of {', '.join(EVENTS)}, but is {kind!r:.60}")
     return read(EVENTS[kind], values, where)
+
+
+def _object(text: bytes | str, where: object) -> dict[str, Any]:
+    values = parse(text)
+    if values is None:
+        raise BadInput(f"{where} is not a JSON object")
+    return values
 
 
 def _check_schema(values: Mapping[str, Any], where: object) -> None:

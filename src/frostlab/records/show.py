@@ -101,6 +101,7 @@ def show(folder: Path, width: int | None = None) -> str:
         "scores": scores_lines(folder),
         "stages": stages_table(run.result.stages if run.result else []),
         "clocks": _clocks(run),
+        "wall clock": _wall_clock(run),
         "parameters": _parameters(run.result.parameters if run.result else None),
         "machine": _machine(run.result) if run.result else [],
         "environment": [one_line(run.environment or {}) or NONE],
@@ -365,6 +366,19 @@ def _clocks(run: _Run) -> list[str]:
         ("examples/s", number(clocks and clocks.examples_per_second)),
         *rest,
     ])  # fmt: skip
+
+
+def _wall_clock(run: _Run) -> list[str]:
+    """Return where the time of the process that ended the run went, with shares of the total."""
+    wall = run.result.clocks.wall if run.result else None
+    if wall is None:
+        return []
+    seconds = {name.replace("_", " "): value for name, value in asdict(wall).items()}
+    rows = [
+        (name, f"{value:.2f}", f"{100 * value / wall.total:.0f} %")
+        for name, value in seconds.items()
+    ]
+    return columns([("", "s", "share"), *rows], right=[1, 2])
 
 
 def _is_eeg(run: _Run) -> bool:

@@ -7,18 +7,22 @@ while the GPU still works on earlier steps, so its seconds count as overlapped a
 subtracted from the training time. Building a step is timed separately, outside the total, because
 the first step that a process builds takes far longer to build than later ones.
 
-`BlockClock` times a block of steps; the device is idle before and after the block. `Meter` measures
-the seconds and the peak memory since its construction.
+`WallClock` times the parts of a whole program, from its start. `BlockClock` times a block of steps;
+the device is idle before and after the block. `Meter` measures the seconds and the peak memory
+since its construction.
 """
 
 import gc
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.nn.functional as F
 
@@ -37,6 +41,39 @@ OVERLAPPED = "overlapped"  # phase: host work while the device works, part of th
 SETUP = "setup"  # phase: building steps, not part of the total
 
 
+def process_began() -> float:
+    """Return when this process started, as a reading of `time.perf_counter`."""
+    with suppress(OSError, ValueError, IndexError, AttributeError):  # only Linux has this file
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # s since the machine started
+        return time.perf_counter() - (time.clock_gettime(time.CLOCK_BOOTTIME) - began)
+    return time.perf_counter() - (time.time() - psutil.Process().create_time())
+
+
+class WallClock:
+    """The seconds of the parts of a program, one after another without a gap.
+
+    `began` is a reading of `time.perf_counter`; the time from there to the construction of the
+    clock is `starting`.
+    """
+
+    def __init__(self, began: float | None = None) -> None:
+        self._last = time.perf_counter()
+        self._began = self._last if began is None else began
+        self.seconds = {"starting": self._last - self._began}
+
+    def end_part(self, name: str) -> None:
+        """Count the time since the last part ended, or since the construction, as this part."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+    @property
+    def total(self) -> float:
+        """The seconds since the beginning."""
+        return time.perf_counter() - self._began
+
+
 class Stopwatch:
     """A stopwatch for steps on the device and phases on the host.
 
@@ -48,6 +85,7 @@ class Stopwatch:
         self._device = device
         self._before = dict(seconds or {})
         self._phases: dict[str, float] = {}
+        self.steps: dict[str, float] = {}  # seconds of this process's steps, by kind
         self._total = 0.0
         self._started: float | None = None
 
@@ -101,6 +139,15 @@ class Stopwatch:
                 self.wait_for_device()
             elapsed = time.perf_counter() - began
             self._phases[name] = self._phases.get(name, 0.0) + elapsed
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """The seconds by phase, without the earlier parts of a resumed run."""
+        return dict(self._phases)
+
+    def count_step(self, kind: str, milliseconds: float) -> None:
+        """Add the time of a step to those of its kind."""
+        self.steps[kind] = self.steps.get(kind, 0.0) + milliseconds / 1e3
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from frostlab.data.eeg.recordings import PreparedData, as_token_data
-from frostlab.devices import exact_dtype
+from frostlab.devices import exact_dtype, release_cached_memory, to_device
 from frostlab.errors import BadInput, check_registration, nearest, same_function
 from frostlab.recipe.settings import LOWER_IS_BETTER, METRICS
 from frostlab.training.batches.batch import IGNORED, Batch, Split, micro_batches
@@ -36,13 +36,40 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return every metric of the task over a split, or over its first batches if `most` is given.
 
+    If a batch does not fit into a GPU's memory, where the graphs of captured steps keep theirs, all
+    are evaluated again in smaller ones.
+
     Args:
+        batch: how many of the longest examples fill a batch.
         classes: a tensor with a zero for each example. Each process writes 1 + the predicted class
             of its own examples into it, so that the sum over processes holds all predictions.
         layers: numbers of layers, from 1. The model is also measured as if it ended after each of
             them; the result holds these metrics by layer number, under the key `layers`.
         most: the largest number of batches to evaluate; None: all batches.
     """
+    try:
+        return _evaluate(task, objective, prepared, split, batch, compute, classes, layers, most)
+    except torch.OutOfMemoryError:
+        if compute.world.size > 1 or batch == 1:  # other processes would not begin again
+            raise
+    release_cached_memory()
+    return evaluate(
+        task, objective, prepared, split, max(1, batch // 4), compute,
+        classes=classes, layers=layers, most=most,
+    )  # fmt: skip
+
+
+def _evaluate(
+    task: Task,
+    objective: Objective,
+    prepared: PreparedData,
+    split: Split,
+    batch: int,
+    compute: Compute,
+    classes: Tensor | None,
+    layers: Sequence[int],
+    most: int | None,
+) -> dict[str, Any]:
     device, world = compute.device, compute.world
     lower = [number for number in layers if number != objective.depth]  # all but the last layer
     # one tally for the whole model, and one for each lower layer
@@ -65,7 +92,8 @@ def evaluate(
                     logits = objective(inputs, want=want)
                 tally.add(logits, inputs)
                 if classes is not None and len(own_rows):
-                    classes[torch.from_numpy(own_rows).to(device)] = 1 + logits.argmax(-1)
+                    places = to_device(torch.from_numpy(own_rows), device)
+                    classes[places] = 1 + logits.argmax(-1)
     finally:
         objective.train(training)
     metrics = tally.metrics(world)
@@ -172,8 +200,9 @@ class TextTally:
         self.sums[1] += batch.scored
         scored = targets != IGNORED
         if self.task == "classification":
-            pairs = (targets * self.classes + predicted)[scored]
-            self.sums[2:] += torch.bincount(pairs, minlength=self.classes**2)
+            # unlike torch.bincount, this does not wait for the device
+            pairs = targets.clamp(min=0) * self.classes + predicted
+            self.sums[2:].index_add_(0, pairs, scored.to(self.sums.dtype))
         else:
             self.sums[2] += (predicted.eq(targets) & scored).sum()
 

@@ -61,7 +61,7 @@ def early_exits(
     check_same_data(record, prepared)
     model = best_model(record).to(chosen)
     with modes_of(recipe, chosen):
-        exits = measure_exits(model, prepared, evaluation_batch(recipe), compute)
+        exits = measure_exits(model, prepared, evaluation_batch(recipe, model), compute)
     RunFolder(record.folder).write("exits.json", {
         "split": "report",
         "caution": prepared.caution,

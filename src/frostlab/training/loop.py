@@ -31,7 +31,7 @@ from frostlab.records.checkpoint import (
     save_checkpoint,
     save_frozen,
 )
-from frostlab.storage import file_digest, load_tensors, save_tensors
+from frostlab.storage import file_digest, load_tensors, plain_tensors, save_tensors
 from frostlab.surgery.freeze import frozen_tensors
 from frostlab.timing.clock import Stopwatch
 from frostlab.training.batches.batch import Batch, order_digest
@@ -75,6 +75,9 @@ def train(
     should_stop = StopRequest(context.asked_to_stop, context.compute)
     while True:
         step_once = _train_stage(context, progress, clock, state, should_stop)
+        with clock.phase("checkpoint", device=True):
+            context.writer.wait()
+            context.world.wait()  # so that every process finds the best checkpoint
         progress.seconds = clock.seconds
         if progress.stage == len(context.stages) - 1:
             break
@@ -138,7 +141,7 @@ def _train_stage(
                 batches = feed(rows)
             seed_step(recipe.seed, progress.step, world.rank, compute.device)
             rate = rate_at(stage_step, stage.steps, optim)
-            began = clock.mark()
+            began, shapes = clock.mark(), step_once.prepared_shapes
             outcome = step_once(batches, feed.examples.scored(rows), rate)
             lap = (began, clock.mark())
             if recorded_reason != step_once.reason:
@@ -149,8 +152,9 @@ def _train_stage(
             tokens = feed.examples.tokens_read(rows)
             padded = sum(batch.padded_tokens for batch in batches)
             log.add(Entry(progress.step, outcome, rate, tokens, padded, len(rows), lap,
-                          progress.order))  # fmt: skip
+                          progress.order, step_once.prepared_shapes != shapes))  # fmt: skip
             context.display.advance(progress.step, latest_loss)
+            context.writer.check()
 
             if index == per_epoch:
                 clock.wait_for_device()
@@ -186,6 +190,7 @@ def _train_stage(
                 _save_checkpoint(context, progress, clock, step_once.optimizer)
             # a run that has just taken its last step continues to its report
             if stop and not (is_last_stage and (progress.step == end or progress.stopped_early)):
+                context.writer.wait()
                 raise Stopped
         _check_order(context, progress)
     clock.wait_for_device()
@@ -315,8 +320,12 @@ def _save_checkpoint(
     clock: Stopwatch,
     optimizer: torch.optim.Optimizer | dict[str, Tensor],
 ) -> None:
-    """Write a checkpoint with the optimizer's state; then remove the checkpoints it replaces."""
+    """Take a checkpoint with the optimizer's state; a thread writes it while training goes on.
+
+    The thread then removes the checkpoints that the new one replaces.
+    """
     with clock.phase("checkpoint", device=True):
+        context.writer.wait()
         model = _weights_to_save(context)
         state = optimizer
         if not isinstance(state, dict):
@@ -324,11 +333,18 @@ def _save_checkpoint(
         state = {name: full_tensor(value) for name, value in state.items()}
         progress.seconds = clock.seconds
         if context.folder:
-            path = context.folder.path
-            save_checkpoint(path, progress.step, model, state, progress.to_dict(), progress.stage,
-                            context.current.frozen)  # fmt: skip
-            context.folder.event("checkpoint", progress.step, best=progress.best.step)
-            keep_only(path, progress.step, progress.best.step, progress.stage)
+            path, step, stage, best = (
+                context.folder.path, progress.step, progress.stage, progress.best.step
+            )  # fmt: skip
+            saved = (plain_tensors(model, copy=True), plain_tensors(state, copy=True),
+                     progress.to_dict(), stage, context.current.frozen)  # fmt: skip
+
+            def write() -> None:
+                save_checkpoint(path, step, *saved)
+                keep_only(path, step, best, stage)
+
+            context.folder.event("checkpoint", step, best=best)
+            context.writer.start(write)
         context.world.wait()
 
 

@@ -4,10 +4,11 @@ import errno
 import json
 import time
 import warnings
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,11 @@ from frostlab.records.folder import (
 )
 from frostlab.records.model_files import write_model_files
 from frostlab.records.schema import DataRecord, Result, StartEvent, StepEvent, SteppingEvent, read
+from frostlab.records.schema import WallClock as WallRecord
 from frostlab.records.telemetry import Telemetry
 from frostlab.storage import finite, write_whole
 from frostlab.surgery.audit import Audit
-from frostlab.timing.clock import Meter, Stopwatch
+from frostlab.timing.clock import Meter, Stopwatch, WallClock
 from frostlab.training.distributed import Compute, process_group
 from frostlab.training.loop import Stopped, epochs_done, interruptions, measure, train
 from frostlab.training.progress import Display, choose_screen
@@ -50,6 +52,7 @@ from frostlab.training.setup import (
     choose_precision,
     default_modes,
     load_weights,
+    prepare_data,
     read_progress,
     restore,
     stage_facts,
@@ -63,7 +66,7 @@ from frostlab.training.state import (
     StageModel,
 )
 from frostlab.training.step.eager import Diverged
-from frostlab.training.step_log import clocks
+from frostlab.training.step_log import clocks, wall_record
 from frostlab.training.tasks import TASKS
 from frostlab.training.treatment import count_parameters, state_digest
 
@@ -82,6 +85,7 @@ def run(
     scale: Scale | None = None,
     stand_in: bool = False,
     progress: bool | Display | None = None,
+    began: float | None = None,
 ) -> RunRecord:
     """Train a recipe and return the record of its run.
 
@@ -104,7 +108,10 @@ def run(
             tokenizer or a pretrained model that is not available.
         progress: whether to show the progress; None: on a terminal or in a notebook. A
             `Display` shows it on its own screen.
+        began: when the program started, as a reading of `time.perf_counter`, from where the
+            record's wall clock counts; None: now.
     """
+    wall = WallClock(began)
     changes = dict(settings or {}) | ({} if scale is None else {"scale": scale})
     recipe, name = _resolve(recipe, changes, seed, name)
     if stand_in:
@@ -131,7 +138,10 @@ def run(
         compute = Compute(device, choose_precision(recipe.train, device), world)
         task = TASKS[recipe.data.task]
         with suggesting_stand_in():
-            assembly = assemble(recipe, data_dir, task, compute)
+            wall.end_part("building")
+            prepared = prepare_data(recipe, data_dir, task, world)
+            wall.end_part("data")
+            assembly = assemble(recipe, prepared, task, compute)
         current, checkpoint = assembly.current, None
         if resumes:
             current, checkpoint = _continue(path, folder, assembly, compute)
@@ -144,11 +154,11 @@ def run(
             folder.listener = stack.enter_context(board).add
             histograms = board.histograms
         stack.callback(display.close)
-        for line in assembly.prepared.notes if world.writes else ():
+        for line in prepared.notes if world.writes else ():
             display.say(f"note: {line}")
         context = RunContext(
             recipe=recipe,
-            prepared=assembly.prepared,
+            prepared=prepared,
             task=task,
             stages=assembly.stages,
             compute=compute,
@@ -159,7 +169,7 @@ def run(
             current=current,
             histograms=histograms,
         )
-        _train_and_report(context, checkpoint, meter)
+        _train_and_report(context, checkpoint, meter, wall)
     return RunRecord(path)
 
 
@@ -330,7 +340,9 @@ def failure_of(error: BaseException, recipe: Recipe) -> Failure:
     return Failure("failed", error)
 
 
-def _train_and_report(context: RunContext, resumed: Checkpoint | None, meter: Meter) -> None:
+def _train_and_report(
+    context: RunContext, resumed: Checkpoint | None, meter: Meter, wall: WallClock
+) -> None:
     """Train and report; write the result even if training fails.
 
     `meter` started to measure the device's memory before the model was built.
@@ -347,12 +359,17 @@ def _train_and_report(context: RunContext, resumed: Checkpoint | None, meter: Me
     metrics, scores, weights_digest = None, None, None
     failure: Failure | None = None
     with Telemetry(device) as telemetry:
+        wall.end_part("building")
         try:
             train(context, progress, clock, resumed)
+            wall.end_part("training")
             metrics, scores = _report(context, progress)
             weights_digest = state_digest(context.model)
+            wall.end_part("report")
         except BaseException as error:
             failure = failure_of(error, context.recipe)
+            with suppress(BaseException):  # the first error is the one to report
+                context.writer.wait()
             progress.seconds = clock.seconds
     if context.folder is not None:
         extra = {
@@ -364,7 +381,8 @@ def _train_and_report(context: RunContext, resumed: Checkpoint | None, meter: Me
             "order_digest": progress.order,
         }
         extra |= {} if scores is None else {"scores": scores}
-        _write_end(context, context.folder, progress, metrics, failure, extra)
+        spent = partial(wall_record, wall, clock)
+        _write_end(context, context.folder, progress, metrics, failure, extra, spent)
     if failure is not None:
         raise failure.error from None
 
@@ -376,6 +394,7 @@ def _write_end(
     report: dict[str, float] | None,
     failure: Failure | None,
     extra: dict[str, Any],
+    spent: Callable[[], WallRecord],
 ) -> None:
     """Write the end event and the result; a write error must not hide why the run failed."""
     status = "finished" if failure is None else failure.status
@@ -383,7 +402,8 @@ def _write_end(
     try:
         folder.event("end", progress.step, status=status, error=error)
         folder.write_result(result(
-            context, folder, progress, status=status, error=error, report=report, extra=extra
+            context, folder, progress, status=status, error=error, report=report, extra=extra,
+            spent=spent,
         ))  # fmt: skip
     except OSError:
         if failure is None:
@@ -436,6 +456,7 @@ def result(
     error: str | None,
     report: dict[str, float] | None,
     extra: dict[str, Any],
+    spent: Callable[[], WallRecord],
 ) -> Result:
     """Return the contents of `result.json`."""
     events, recipe = folder.events(), context.recipe
@@ -461,11 +482,11 @@ def result(
         "last": progress.last or None,
         "target": progress.target,
         "stepping": [event for event in events if isinstance(event, SteppingEvent)],
-        "clocks": clocks(events, progress.seconds),
         "parameters": count_parameters(context.model),
         "stages": [*progress.ended, stage_facts(context, progress)],
         "checkpoint": None if best.step is None else f"checkpoints/{name}",
         **extra,
+        "clocks": clocks(events, progress.seconds, spent()),
     }
     return read(Result, finite(values), folder.path / "result.json")
 

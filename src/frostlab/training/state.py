@@ -20,9 +20,10 @@ from frostlab.records.checkpoint import FrozenWeights
 from frostlab.records.folder import RunFolder
 from frostlab.records.schema import Metrics, read
 from frostlab.records.schema import Stage as StageRecord
+from frostlab.storage import BackgroundWriter
 from frostlab.surgery.audit import Audit
 from frostlab.training.batches.batch import Batch, Examples, Split
-from frostlab.training.distributed import Compute, World
+from frostlab.training.distributed import Compute, World, blocks
 from frostlab.training.progress import Display
 from frostlab.training.stages import Entered, Stage
 from frostlab.training.step.objective import Objective
@@ -169,6 +170,7 @@ class RunContext:
     current: StageModel  # replaced when a stage begins
     # writes histograms of weights and gradients at a step; None: no histograms are written
     histograms: Callable[[int, nn.Module, Gradient], None] | None = None
+    writer: BackgroundWriter = field(default_factory=BackgroundWriter)  # of checkpoints
 
     @property
     def model(self) -> nn.Module:
@@ -187,10 +189,21 @@ class RunContext:
 
     @property
     def evaluation_batch(self) -> int:
-        """Return the batch size of evaluations."""
-        return evaluation_batch(self.recipe)
+        """Return how many of the longest examples fill a batch of an evaluation."""
+        return evaluation_batch(self.recipe, self.model)
 
 
-def evaluation_batch(recipe: Recipe) -> int:
-    """Return the batch size of evaluations."""
-    return recipe.evaluate.batch or recipe.train.batch // recipe.train.accumulate
+def evaluation_batch(recipe: Recipe, model: nn.Module) -> int:
+    """Return how many of the longest examples fill a batch of an evaluation.
+
+    A training step keeps the activations of every layer that learns, an evaluation those of one
+    layer at a time. A classifier is therefore evaluated on larger batches than it is trained on,
+    with no more memory. The logits of a language model take too much memory for that.
+    """
+    if recipe.evaluate.batch is not None:
+        return recipe.evaluate.batch
+    batch = recipe.train.batch // recipe.train.accumulate
+    if recipe.data.task != "classification":
+        return batch
+    learn = sum(any(p.requires_grad for p in block.parameters()) for block in blocks(model))
+    return batch * max(1, learn)

@@ -1,6 +1,7 @@
 """The log of steps: it reads losses from the device in blocks, so that no step waits for them.
 
-`clocks` summarises the logged steps and the seconds of a run for `result.json`.
+`clocks` summarises the logged steps and the seconds of a run for `result.json`, and `wall_record`
+the time of the whole process.
 """
 
 import math
@@ -23,7 +24,15 @@ from frostlab.records.schema import (
     SteppingEvent,
     StepTimes,
 )
-from frostlab.timing.clock import OVERLAPPED, SETUP, Lap, Stopwatch, training_seconds
+from frostlab.records.schema import WallClock as WallRecord
+from frostlab.timing.clock import (
+    OVERLAPPED,
+    SETUP,
+    Lap,
+    Stopwatch,
+    WallClock,
+    training_seconds,
+)
 from frostlab.training.distributed import World
 from frostlab.training.step.eager import Diverged, EagerStep, Outcome, is_clipped
 
@@ -43,6 +52,7 @@ class Entry:
     examples: int  # examples of all processes
     lap: Lap
     order: str  # digest of the examples of every step up to this one
+    new_shape: bool = False  # whether the step compiled or captured a new batch shape
 
 
 class StepLog:
@@ -123,6 +133,9 @@ class StepLog:
         self._loss = losses[-1]
         assert self._first is not None
         times = self._watch.milliseconds([entry.lap for entry in block])
+        for entry, ms in zip(block, times, strict=True):
+            kind = "new_shapes" if entry.new_shape else "steps"
+            self._watch.count_step("first_steps" if entry.step == self._first else kind, ms)
         self._write_flow()
         if self._folder is not None:
             self._folder.event(
@@ -162,7 +175,28 @@ def _short(value: float) -> float | None:
     return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
-def clocks(events: list[Event], seconds: dict[str, float]) -> Clocks:
+def wall_record(wall: WallClock, watch: Stopwatch) -> WallRecord:
+    """Return where the wall-clock time of this process went."""
+    parts, phases, steps = wall.seconds, watch.phases, watch.steps
+    seconds = {
+        "starting": parts["starting"],
+        "data": parts.get("data", 0.0) + phases.get("data", 0.0),
+        "building": parts.get("building", 0.0),
+        "setup": phases.get(SETUP, 0.0),
+        "first_steps": steps.get("first_steps", 0.0),
+        "new_shapes": steps.get("new_shapes", 0.0),
+        "steps": steps.get("steps", 0.0),
+        "validation": phases.get("validation", 0.0),
+        "checkpoints": phases.get("checkpoint", 0.0),
+        "report": parts.get("report", 0.0),
+    }
+    total, rounded = round(wall.total, 4), {key: round(s, 4) for key, s in seconds.items()}
+    return WallRecord(total=total, **rounded, other=round(total - sum(rounded.values()), 4))
+
+
+def clocks(
+    events: list[Event], seconds: dict[str, float], wall: WallRecord | None = None
+) -> Clocks:
     """Return a run's total times, step times and throughput; `step_ms` excludes warm-up steps."""
     blocks = [event for event in events if isinstance(event, StepEvent)]
     training = training_seconds(seconds)
@@ -191,6 +225,7 @@ def clocks(events: list[Event], seconds: dict[str, float]) -> Clocks:
         examples_per_second=round(examples / training, 2) if training > 0 else None,
         padding_share=round(1 - real / padded, 4) if padded else None,
         packing_efficiency=round(real / padded, 4) if packed and padded else None,
+        wall=wall,
     )
 
 

@@ -6,7 +6,6 @@ from frostlab.data.eeg.recordings import PreparedData, Signals
 from frostlab.recipe.model import EnvelopeLoss
 from frostlab.recipe.recipe import Recipe
 from frostlab.training.batches.batch import token_examples, window_examples
-from frostlab.training.eeg_report import baseline_scores, measure_recordings
 from frostlab.training.evaluate import envelope_tally, text_tally
 from frostlab.training.state import Report, RunContext, Task
 from frostlab.training.step.envelope_loss import EnvelopeObjective
@@ -23,11 +22,15 @@ def _envelope_loss(model: nn.Module, recipe: Recipe) -> Objective:
 
 def _check_recordings(prepared: PreparedData) -> None:
     """Fit and score the linear baseline, which fails if the recordings cannot be scored."""
+    from frostlab.training.eeg_report import baseline_scores  # imports scipy, only EEG needs it
+
     assert isinstance(prepared, Signals)
     baseline_scores(prepared)
 
 
 def _report_recordings(context: RunContext, metrics: dict[str, float]) -> Report:
+    from frostlab.training.eeg_report import measure_recordings
+
     assert isinstance(context.prepared, Signals)
     return measure_recordings(context, context.prepared, metrics)
 

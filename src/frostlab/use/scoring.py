@@ -112,8 +112,8 @@ class Evaluator:
 
     @property
     def batch(self) -> int:
-        """The batch size of evaluations."""
-        return evaluation_batch(self.recipe)
+        """How many of the longest examples fill a batch of an evaluation."""
+        return evaluation_batch(self.recipe, self.objective.model)
 
     @cached_property
     def inputs(self) -> ModelInputs:

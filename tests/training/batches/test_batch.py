@@ -1,5 +1,7 @@
 """Batches: every example once, the same for everyone, nothing lost in padding."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from frostlab.training.batches.batch import (
     collate,
     epoch_order,
     evaluation_order,
+    full_batches,
     micro_batches,
     order_digest,
     padded_width,
@@ -83,6 +86,29 @@ def test_bucketing_saves_padding() -> None:
 def test_evaluation_takes_the_longest_first() -> None:
     order = evaluation_order(np.array([3, 9, 1, 9]), 3)
     assert [rows.tolist() for rows in order] == [[1, 3, 0], [2]]
+
+
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=80), st.integers(1, 9), st.booleans())
+def test_full_batches_have_about_as_many_tokens_as_the_first(
+    values: list[int], batch: int, rounds: bool
+) -> None:
+    lengths, limit = np.array(values), max(values) if rounds else None
+    order = full_batches(lengths, batch, limit)
+    assert sorted(np.concatenate(order)) == list(range(len(values)))
+    assert order[0].tolist() == evaluation_order(lengths, batch)[0].tolist()
+    assert len(order) <= len(evaluation_order(lengths, batch))
+    flat = lengths[np.concatenate(order)]
+    assert (np.diff(flat) <= 0).all(), "longest first"
+
+    def size(rows: Any) -> int:
+        longest = int(lengths[rows].max())
+        return len(rows) * (longest if limit is None else padded_width(longest, limit))
+
+    most = batch * max(values)
+    assert all(
+        size(rows) <= most < size(rows) // len(rows) * (len(rows) + 1) for rows in order[:-1]
+    )
+    assert size(order[-1]) <= most
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 4))

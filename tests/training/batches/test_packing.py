@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 import frostlab as fl
 from frostlab.data.tokens import Tokens
 from frostlab.models.stack import GPTStack
+from frostlab.recipe.load import recipe_from
 from frostlab.recipe.settings import Optim, Train
 from frostlab.training.batches.batch import (
     IGNORED,
+    TokenExamples,
     epoch_order,
     micro_batches,
     row_lengths,
     token_examples,
 )
 from frostlab.training.batches.feed import Feed
-from frostlab.training.batches.packing import Shapes, _least_padding, pack, shapes_for
+from frostlab.training.batches.packing import Shapes, least_padding, pack, shapes_for
 from frostlab.training.distributed import Compute
 from frostlab.training.step import build_step
 from frostlab.training.step.compiled import shape_key
@@ -100,11 +102,63 @@ def test_widths_waste_as_little_as_any_eight_could(rows: dict[int, int]) -> None
             for n, c in zip(needed, counts, strict=True)
         )
 
-    found = _least_padding(needed, counts)
+    found = least_padding(needed, counts, 8)
     others = combinations(needed[:-1].tolist(), min(7, len(needed) - 1))
     assert len(found) <= 8
     assert max(found) == needed[-1]
     assert wasted(found) == min(wasted((*widths, int(needed[-1]))) for widths in others)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(st.integers(1, 40), st.integers(1, 9), min_size=1, max_size=9),
+    st.integers(0, 3000),
+)
+def test_a_width_is_chosen_only_if_it_saves_more_than_it_costs(
+    rows: dict[int, int], cost: int
+) -> None:
+    needed, counts = np.array(sorted(rows)), np.array([rows[n] for n in sorted(rows)])
+
+    def total(widths: tuple[int, ...]) -> int:
+        padded = (int(c) * min(w for w in widths if w >= n) for n, c in rows.items())
+        return sum(padded) + cost * len(widths)
+
+    every = [
+        (*widths, int(needed[-1]))
+        for count in range(len(needed))
+        for widths in combinations(needed[:-1].tolist(), count)
+    ]
+    assert total(least_padding(needed, counts, 9, cost)) == min(map(total, every))
+
+
+@pytest.mark.parametrize("steps", [10, 1000, 10**6])
+def test_padded_batches_have_few_widths_where_a_width_takes_time(steps: int) -> None:
+    """The device is only named: making batches needs none."""
+    data = tokens(np.random.default_rng(0).integers(2, 400, 3000).tolist(), labels=True)
+    train, cost = recipe_from(tiny(train={"batch": 8, "epochs": 2})).train, 100_000.0
+
+    def widths(device: str, steps: int | None) -> list[int]:
+        kind, limit = torch.device(device), int(data.lengths.max())
+        examples = TokenExamples(data, PAD, limit=limit if kind.type == "cuda" else None)
+        feed = Feed(examples, train, 0, Compute(kind, torch.float32))
+        if steps is not None:
+            feed.use_few_widths(steps, cost)
+        made = [(rows, feed(rows)[0]) for epoch in range(2) for rows in feed.order(epoch)]
+        found = [batch.inputs["input_ids"].shape[1] for _, batch in made]
+        for (rows, batch), width in zip(made, found, strict=True):
+            assert width >= data.lengths[rows].max()
+            assert batch.tokens == data.lengths[rows].sum()
+        return found
+
+    every, few = widths("cuda", None), widths("cuda", steps)
+    assert len(set(widths("cpu", steps))) > 100, "the CPU pads to the longest example"
+    assert set(few) <= set(every)
+    assert len(set(every)) > 20
+    assert len(set(few)) == {10: 1, 1000: len(set(few)), 10**6: len(set(every))}[steps]
+    totals = [steps * 8 * sum(w) / len(w) + cost * len(set(w)) for w in (few, every)]
+    assert totals[0] <= 1.001 * totals[1]
+    if steps == 1000:
+        assert 2 < len(set(few)) < 10
 
 
 @pytest.mark.parametrize(("most", "batch"), [(60, 32), (30, 32), (30, 8)])

@@ -48,6 +48,24 @@ def evaluation_order(lengths: NDArray[np.int64], batch: int) -> Order:
     return in_batches(np.argsort(-lengths, kind="stable"), batch)
 
 
+def full_batches(lengths: NDArray[np.int64], batch: int, limit: int | None = None) -> Order:
+    """Return batches of all examples, longest first, with about as many tokens as the first batch.
+
+    The first batch has the `batch` longest examples; batches of shorter examples have more. `limit`
+    is as in `collate`.
+    """
+    rows = np.argsort(-lengths, kind="stable")
+    batches: Order = []
+    first = tokens = 0
+    while first < len(rows):
+        longest = max(int(lengths[rows[first]]), 1)
+        width = longest if limit is None else padded_width(longest, limit)
+        tokens = tokens or batch * width  # of the first batch
+        batches.append(rows[first : first + tokens // width])
+        first += tokens // width
+    return batches
+
+
 def in_batches(rows: Rows, batch: int) -> Order:
     """Split rows into consecutive batches."""
     return [rows[i : i + batch] for i in range(0, len(rows), batch)]
@@ -207,7 +225,7 @@ class Examples(Protocol):
         """Return the rows of each step of an epoch."""
 
     def evaluation_order(self, batch: int) -> Order:
-        """Return the rows of each batch of an evaluation."""
+        """Return the rows of each batch of an evaluation; `batch` of the longest fill a batch."""
 
     def scored(self, rows: Rows) -> int:
         """Return the number of scored targets of these examples."""
@@ -228,6 +246,8 @@ class TokenExamples:
     types: bool = False  # whether to add token types
     limit: int | None = None  # see `collate`
     width: int | None = None  # see `collate`
+    # widths to pad to if `width` is None; longer examples, and all if it is empty: see `limit`
+    widths: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -236,7 +256,7 @@ class TokenExamples:
         return epoch_order(self.tokens.lengths, batch, seed, epoch, bucket)
 
     def evaluation_order(self, batch: int) -> Order:
-        return evaluation_order(self.tokens.lengths, batch)
+        return full_batches(self.tokens.lengths, batch, self.limit)
 
     def scored(self, rows: Rows) -> int:
         return int(self._scored[rows].sum())
@@ -245,9 +265,11 @@ class TokenExamples:
         return int(self._lengths[rows].sum())
 
     def collate(self, rows: Rows) -> Batch:
-        return collate(
-            self.tokens, rows, self.pad, types=self.types, limit=self.limit, width=self.width
-        )
+        width = self.width
+        if width is None and self.widths and len(rows):
+            longest = int(self.tokens.lengths[rows].max())
+            width = next((width for width in self.widths if width >= longest), None)
+        return collate(self.tokens, rows, self.pad, types=self.types, limit=self.limit, width=width)
 
     @cached_property
     def _scored(self) -> NDArray[np.int64]:

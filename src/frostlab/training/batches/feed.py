@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import numpy as np
+
 from frostlab.devices import prepares_kernels
 from frostlab.recipe.settings import Train
 from frostlab.training.batches.batch import (
@@ -11,9 +13,10 @@ from frostlab.training.batches.batch import (
     Rows,
     TokenExamples,
     micro_batches,
+    padded_width,
     row_lengths,
 )
-from frostlab.training.batches.packing import pack, shapes_for
+from frostlab.training.batches.packing import least_padding, pack, shapes_for
 from frostlab.training.batches.prefix import Prefix
 from frostlab.training.distributed import Compute
 
@@ -41,6 +44,25 @@ class Feed:
         if self.packs and prepares_kernels(compute.device):  # use few shapes: each needs kernels
             parts = [part for rows in self.order(0) for part in self._micro_batches(rows)]
             self.shapes = shapes_for(self._text.tokens, parts)
+
+    def use_few_widths(self, steps: int, cost: float) -> None:
+        """Pad batches to fewer widths if that saves time, where a device prepares every width.
+
+        Preparing a width takes as long as training on `cost` tokens, padding included. The widths
+        are those for which `steps` steps with batches like the first epoch's take the least time.
+        """
+        examples = self.examples
+        if self.packs or not isinstance(examples, TokenExamples) or examples.limit is None:
+            return
+        lengths, order = examples.tokens.lengths, self.order(0)
+        parts = [rows for all_rows in order for rows in self._micro_batches(all_rows) if len(rows)]
+        needed, counts = np.unique(
+            [padded_width(int(lengths[rows].max()), examples.limit) for rows in parts],
+            return_counts=True,
+        )
+        epochs, rows_per_part = steps / len(order), sum(map(len, parts)) / len(parts)
+        widths = least_padding(needed, counts, len(needed), cost / rows_per_part / epochs)
+        self.examples = replace(examples, widths=widths)
 
     def order(self, epoch: int) -> Order:
         """Return the examples of every step of an epoch."""

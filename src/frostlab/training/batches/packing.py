@@ -34,17 +34,21 @@ def shapes_for(tokens: Tokens, parts: Order) -> Shapes:
     sums = np.array([int(lengths[rows].sum()) for rows in parts])
     needed, counts = np.unique(_round_up(sums), return_counts=True)
     examples = max(len(rows) for rows in parts)
-    return Shapes(_least_padding(needed, counts), examples, int(_round_up(lengths.max())))
+    widths = least_padding(needed, counts, _WIDTHS)
+    return Shapes(widths, examples, int(_round_up(lengths.max())))
 
 
 def _round_up(count: Any) -> Any:
     return -(-count // _GRAIN) * _GRAIN
 
 
-def _least_padding(needed: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[int, ...]:
-    """Choose at most _WIDTHS of the needed widths, by dynamic programming, to pad rows the least.
+def least_padding(
+    needed: NDArray[np.int64], counts: NDArray[np.int64], most: int, cost: float = 0.0
+) -> tuple[int, ...]:
+    """Choose at most `most` of the needed widths, by dynamic programming, to pad rows the least.
 
     `needed` holds widths in ascending order, and `counts` the number of rows that need each width.
+    Every chosen width counts as much as `cost` padding tokens.
     """
     row_sums = np.concatenate([[0], np.cumsum(counts)])
     token_sums = np.concatenate([[0], np.cumsum(counts * needed)])
@@ -56,13 +60,14 @@ def _least_padding(needed: NDArray[np.int64], counts: NDArray[np.int64]) -> tupl
     # best[j]: least padding of the rows that need one of the j smallest widths; after n passes of
     # the loop, with at most n chosen widths
     best = np.concatenate([[0.0], np.full(len(needed), np.inf)])
-    choices = []
-    for _ in range(min(_WIDTHS, len(needed))):
+    choices, costs = [], []
+    for number in range(1, min(most, len(needed)) + 1):
         total = best[:, None] + waste
         choices.append(total.argmin(0))
         best = np.concatenate([[0.0], total.min(0)])
+        costs.append(best[-1] + cost * number)
     widths, end = [], len(needed)  # walk back from the largest width
-    for choice in reversed(choices):
+    for choice in reversed(choices[: int(np.argmin(costs)) + 1]):
         if end:
             widths.append(int(needed[end - 1]))
             end = int(choice[end - 1])

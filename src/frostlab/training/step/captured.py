@@ -76,6 +76,10 @@ class CapturedStep(CompiledStep):
             self.flow.count(measured)
         return Outcome(graph.outputs.clone())
 
+    @property
+    def prepared_shapes(self) -> int:
+        return super().prepared_shapes + len(self._seen_shapes) + len(self._graphs)
+
     def _without_graph(self, parts: list[Batch], scored: int, rate: float) -> Outcome:
         for scale, lr in self._rates.items():
             lr.fill_(rate * scale)

@@ -57,6 +57,10 @@ class CompiledStep(EagerStep):
         self._try_compiling(parts, scored)
         return super().work(parts, scored)
 
+    @property
+    def prepared_shapes(self) -> int:
+        return len(self._tried_shapes)
+
     def _try_compiling(self, parts: list[Batch], scored: int | Tensor) -> None:
         """Compile for a new shape in a dry run, and fall back to eager layers if that fails."""
         shape = shape_key(parts)

@@ -109,6 +109,11 @@ class EagerStep:
         self.optimizer.zero_grad(set_to_none=True)
         return torch.stack([loss, norm, broken.to(norm.dtype)])
 
+    @property
+    def prepared_shapes(self) -> int:
+        """Return a number that changes when a step compiles or captures a new batch shape."""
+        return 0
+
     def warm_up(self, parts: list[Batch], scored: int) -> None:
         """On CUDA, take a step that changes nothing, so that kernels are loaded before training.
 
