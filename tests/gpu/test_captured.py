@@ -81,13 +81,17 @@ def test_300_captured_steps_equal_eager_ones(
 @pytest.mark.parametrize(
     ("precision", "count"), [(HALF, 100), (FULL, 300)], ids=["bf16", "float32"]
 )
+@pytest.mark.parametrize("freeze", ["", "key"])
 @pytest.mark.parametrize("name", ["gpt classifier", "decoder", "bert classifier", "gpt2"])
 def test_compiled_and_captured_steps_equal_eager_ones(
-    name: str, precision: torch.dtype, count: int
+    name: str, freeze: str, precision: torch.dtype, count: int
 ) -> None:
     """Over 300 steps in bf16, roundings that differ grow beyond any fixed limit."""
     steps = epochs(name, count, packed=True)
     eager, graphs = build(name).eval(), build(name).eval()
+    for model in (eager, graphs):
+        if freeze:
+            fl.freeze(model, freeze)
     wanted = train(make(eager, "eager", precision), steps)
     step = make(graphs, "captured", precision, steps=5000)
     found = train(step, steps)

@@ -163,7 +163,7 @@ class EagerStep:
         """Return the gradient norm, the clip factor, and the index for `Outcome.broken`."""
         by_dtype: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = {}
         for p in self.parameters:
-            if (gradient := self._gradient(p)) is not None:
+            for gradient in self._gradients(p):
                 by_dtype.setdefault(gradient.dtype, []).append((p, gradient))
         self.reached = [p for pairs in by_dtype.values() for p, _ in pairs]
         tensor_norms: list[Tensor] = []
@@ -175,6 +175,12 @@ class EagerStep:
         not_finite = ~norms.isfinite()
         broken = torch.where(not_finite.any(), not_finite.int().argmax(), -1)
         return total, _clip_factor(total, self.clip), broken
+
+    def _gradients(self, p: nn.Parameter) -> list[Tensor]:
+        """Return a parameter's gradient in pieces, which no kernel has to join."""
+        if self.copies is not None:
+            return [gradient for gradient, _ in self.copies.pieces(p)]
+        return [] if p.grad is None else [p.grad]
 
     def _gradient(self, p: nn.Parameter) -> Tensor | None:
         return p.grad if self.copies is None else self.copies.gradient(p)
