@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from frostlab.data.eeg.recordings import PreparedData, as_token_data
 from frostlab.data.prepare import prepare
 from frostlab.data.tokens import Prepared
-from frostlab.devices import default_precision
+from frostlab.devices import default_precision, free_bytes
 from frostlab.errors import BadInput, FrostlabError, UnfinishedRun, first_line
 from frostlab.models.build import build_for, config_json, weight_source
+from frostlab.models.stack import take_apart
 from frostlab.recipe.model import PretrainedModel
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import Train
@@ -36,8 +37,10 @@ from frostlab.records.folder import RunRecord, finished_status
 from frostlab.records.model_files import build_stored
 from frostlab.records.schema import Stage as StageRecord
 from frostlab.records.schema import read
+from frostlab.roles.read import anatomy
 from frostlab.storage import file_digest, finite
 from frostlab.surgery.audit import Audit
+from frostlab.timing.memory import estimated_memory, least_memory
 from frostlab.training.batches.batch import TokenExamples, collate, evaluation_order
 from frostlab.training.batches.feed import Feed, packs_examples
 from frostlab.training.batches.prefix import build_prefix, check_prefix, prefix_depth
@@ -271,6 +274,37 @@ def check_model(
         check_prefix(model, prepared, recipe.train, precision)
 
 
+def check_memory(
+    model: nn.Module, recipe: Recipe, prepared: PreparedData, compute: Compute
+) -> None:
+    """Refuse a batch that cannot fit on the device: a bound of its step exceeds the free memory.
+
+    Only texts in a model of known layers are checked, on devices that tell their free memory.
+    """
+    free, train, world = free_bytes(compute.device), recipe.train, compute.world
+    if free is None or take_apart(model) is None or train.parallel == "fsdp":
+        return
+    tokens, parts = as_token_data(prepared).splits["train"], anatomy(model)
+    language = prepared.task == "language"
+    # some batch has at least the mean length, whatever the order
+    length = recipe.data.length if train.batching == "fixed" else float(tokens.lengths.mean())
+    length = max(1.0, length - language * (train.batching != "fixed"))
+    at_once = train.accumulate * world.size  # parts of a batch, of which the device holds one
+    least = least_memory(parts, compute.precision.itemsize)
+    needed = least.of(min(train.batch, len(tokens)) / at_once * length)
+    if needed <= free:
+        return
+    problem = (
+        f"train.batch {train.batch} cannot fit: a step needs at least {needed / 1e9:.3g} GB, and "
+        f"{compute.device} has {free / 1e9:.3g} GB free"
+    )
+    estimate = estimated_memory(parts, compute.precision.itemsize, language=False)
+    largest = int(estimate.tokens_in(free) / length) * at_once
+    if largest < at_once:
+        raise BadInput(f"{problem}; this model is too large for it with any batch")
+    raise BadInput(f"{problem}; about {largest} would fit, or more with train.accumulate")
+
+
 def _try_longest_example(model: nn.Module, prepared: Prepared, name: str) -> None:
     """Refuse a Hugging Face model that cannot read the longest training examples."""
     tokens = prepared.splits["train"]
@@ -316,6 +350,7 @@ def assemble(recipe: Recipe, data_dir: str | Path | None, task: Task, compute: C
     check_model(built, recipe, prepared, task, compute.precision)
     check_stages(built.model, recipe, stages, prepared, compute.precision)
     entered = enter_stage(built.model, recipe, stages[0], 0, built.entered)
+    check_memory(built.model, recipe, prepared, compute)
     built = replace(built, entered=entered)
     current = _audited(place_model(built, recipe, stages[0], 0, task, compute), recipe)
     digests["frozen"] = {} if current.audit is None else current.audit.digests
