@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from frostlab.data.eeg.recordings import PreparedData, as_token_data
 from frostlab.data.prepare import prepare
-from frostlab.data.tokens import Prepared
+from frostlab.data.tokens import Prepared, Tokens
 from frostlab.devices import default_precision, free_bytes
 from frostlab.errors import BadInput, FrostlabError, UnfinishedRun, first_line
 from frostlab.models.build import build_for, config_json, weight_source
@@ -233,10 +233,24 @@ def make_step(
         recipe.train,
         compute,
         steps=current.stage.steps,
+        tokens=_tokens_per_step(recipe, prepared, compute),
         unused=_has_unused(current, recipe, prepared, task, compute),
         lr_scales=lr_scales(current.model, current.stage, current.index, current.entered),
         watches_inside=watches_inside,
     )
+
+
+def _tokens_per_step(recipe: Recipe, prepared: PreparedData, compute: Compute) -> float:
+    """Return the mean number of tokens, or EEG samples, that a process reads in a step."""
+    return recipe.train.batch / compute.world.size * _mean_length(recipe, prepared)
+
+
+def _mean_length(recipe: Recipe, prepared: PreparedData) -> float:
+    """Return the mean length of a training example in its batch, padding only if it is fixed."""
+    train = prepared.splits["train"]
+    if recipe.train.batching == "fixed" or not isinstance(train, Tokens):
+        return float(recipe.data.length)
+    return max(1.0, float(train.lengths.mean()) - (prepared.task == "language"))
 
 
 def _has_unused(
@@ -284,14 +298,12 @@ def check_memory(
     free, train, world = free_bytes(compute.device), recipe.train, compute.world
     if free is None or take_apart(model) is None or train.parallel == "fsdp":
         return
-    tokens, parts = as_token_data(prepared).splits["train"], anatomy(model)
-    language = prepared.task == "language"
-    # some batch has at least the mean length, whatever the order
-    length = recipe.data.length if train.batching == "fixed" else float(tokens.lengths.mean())
-    length = max(1.0, length - language * (train.batching != "fixed"))
+    parts, examples = anatomy(model), len(prepared.splits["train"])
+    # some batch is at least as long as all of them on average, whatever the order
+    length = _mean_length(recipe, prepared)
     at_once = train.accumulate * world.size  # parts of a batch, of which the device holds one
     least = least_memory(parts, compute.precision.itemsize)
-    needed = least.of(min(train.batch, len(tokens)) / at_once * length)
+    needed = least.of(min(train.batch, examples) / at_once * length)
     if needed <= free:
         return
     problem = (
