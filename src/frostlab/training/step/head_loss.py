@@ -130,7 +130,7 @@ def _compute(
         ]
     losses = torch.stack([loss for loss, _ in results])
     weighted = [loss * factor for loss, factor in zip(losses, options.factors, strict=True)]
-    gradients = [chunks.weight_gradient, chunks.bias_gradient, *(g for _, g in results)]
+    gradients = [*chunks.gradients(), *(g for _, g in results)]
     return torch.stack(weighted).sum(), losses, gradients
 
 
@@ -157,10 +157,12 @@ class _ChunkedLoss:
         self.in_kernel = has_kernel(weight.device, self.dtype)
         self.weight = weight.to(self.dtype)
         self.bias = None if bias is None else bias.to(self.sum_dtype)
+        # the first chunk writes the gradients, and the others add to theirs
         self.weight_gradient, self.bias_gradient = (
-            torch.zeros_like(x, dtype=self.sum_dtype) if x is not None and learns else None
+            torch.empty_like(x, dtype=self.sum_dtype) if x is not None and learns else None
             for x, learns in zip((weight, bias), wanted[:2], strict=True)
         )
+        self.is_first = True
         labels = targets.reshape(-1)
         self.scored_rows = _scored_rows(labels, ignore, len(weight)) if self.on_host else None
         labels = labels if self.scored_rows is None else labels[self.scored_rows]
@@ -226,10 +228,22 @@ class _ChunkedLoss:
         else:
             loss, by_logits = self._cross_entropy(logits, labels, gradient_factor)
         if self.weight_gradient is not None and by_logits is not None:
-            add_product(self.weight_gradient, by_logits.t(), rows)
+            put = put_product if self.is_first else add_product
+            put(self.weight_gradient, by_logits.t(), rows)
         if self.bias_gradient is not None and by_logits is not None:
-            self.bias_gradient += by_logits.sum(0, dtype=self.sum_dtype)
+            total = by_logits.sum(0, dtype=self.sum_dtype)
+            self.bias_gradient.copy_(total if self.is_first else self.bias_gradient + total)
+        self.is_first = False
         return loss, by_logits
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradients of weight and bias, after all layers."""
+        made = [self.weight_gradient, self.bias_gradient]
+        if self.is_first:  # there was no chunk, because no token is scored
+            for gradient in made:
+                if gradient is not None:
+                    gradient.zero_()
+        return made
 
     def _cross_entropy(
         self, logits: Tensor, labels: Tensor, factor: float | None
