@@ -4,14 +4,17 @@ The forward pass computes logits, loss and gradients for one chunk of tokens at 
 backward pass only scales the gradients.
 """
 
+import functools
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from frostlab.errors import BadInput, FrostlabError
@@ -21,6 +24,7 @@ from frostlab.training.batches.batch import IGNORED
 # the whole gradient of the head.
 CPU_CHUNK = 64 * 2**20
 GPU_CHUNK = 1 / 64  # as a fraction of the device's memory
+KEPT = "kept"  # attribute of a head, while a step keeps a bf16 copy of its weight
 _ALIGNED = 64  # on a GPU, logits are padded to a multiple of this, to keep products fast
 
 
@@ -33,6 +37,8 @@ def head_loss(
     bias: Tensor | None = None,
     weights: Sequence[float] | None = None,
     ignore: int = IGNORED,
+    copy: Tensor | None = None,
+    tied: "TiedGradient | None" = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy of a linear head after one layer, or after each of several.
 
@@ -40,11 +46,14 @@ def head_loss(
     `weight` is (vocabulary, width) and `targets` is (…). Return the sum of the layers' losses, each
     times its entry of `weights` (1 by default), and each layer's loss without gradient. Tokens with
     the target `ignore` have no loss. Only tensors that require a gradient get one.
+
+    `copy` may hold the weight in the dtype of the products, which is then not cast. `tied` gets the
+    weight's gradient in the backward pass, for an embedding with the same weight to add to it.
     """
     layers = [hidden] if isinstance(hidden, Tensor) else list(hidden)
     factors = [1.0] * len(layers) if weights is None else [float(w) for w in weights]
     _check(layers, weight, targets, bias, factors)
-    options = _Options(factors, ignore)
+    options = _Options(factors, ignore, copy, tied)
     inputs = (weight, bias, *layers)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _HeadLoss.apply(options, targets, *inputs)
@@ -56,6 +65,8 @@ def head_loss(
 class _Options:
     factors: list[float]  # the weight of each layer's loss in the total
     ignore: int
+    copy: Tensor | None
+    tied: "TiedGradient | None"
 
 
 def _check(
@@ -89,6 +100,9 @@ class _HeadLoss(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:]
         total, losses, gradients = _compute(options, targets, weight, bias, layers, wanted)
         ctx.save_for_backward(*gradients)
+        # autograd casts a gradient of another dtype, and nobody could add to what it casts
+        is_final = gradients[0] is not None and gradients[0].dtype == weight.dtype
+        ctx.tied = options.tied if is_final else None
         ctx.mark_non_differentiable(losses)
         return total, losses
 
@@ -106,7 +120,81 @@ class _HeadLoss(torch.autograd.Function):
             elif gradient is not None and not is_one:
                 gradient.mul_(upstream)
             scaled.append(gradient)
+        if ctx.tied is not None:
+            ctx.tied.gradient = scaled[2]
         return tuple(scaled)
+
+
+@dataclass
+class TiedGradient:
+    """The gradient of a head's weight on its way to the embedding that has the same weight.
+
+    The head's backward pass comes first and leaves its dense gradient here. The embedding adds its
+    rows to it, instead of making a second dense gradient that autograd would add to the first.
+    """
+
+    gradient: Tensor | None = None
+
+    @contextmanager
+    def embedding_of(self, model: nn.Module, weight: Tensor) -> Iterator[None]:
+        """Let the embedding of a model that has this weight, if any, take part in this context."""
+        found = (m for m in model.modules() if type(m) is nn.Embedding and m.weight is weight)
+        embedding = next(found, None)
+        if embedding is None or not _is_plain(embedding) or not torch.is_grad_enabled():
+            yield
+            return
+        lookup = functools.partial(_TiedEmbedding.apply, self, weight)
+        embedding.forward = lookup  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del embedding.forward
+
+
+def _is_plain(embedding: nn.Embedding) -> bool:
+    """Return whether the gradient of an embedding is the sum of its rows' gradients."""
+    unusual = embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse
+    return embedding.padding_idx is None and not unusual
+
+
+class _TiedEmbedding(torch.autograd.Function):
+    """An embedding whose gradient is added to the gradient in a `TiedGradient`, if there is one."""
+
+    @staticmethod
+    def forward(ctx: Any, tied: TiedGradient, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.tied, ctx.rows = tied, len(weight)
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,), (ids,) = upstream, ctx.saved_tensors
+        total, ctx.tied.gradient = ctx.tied.gradient, None
+        if total is None or total.dtype != rows.dtype or torch.is_grad_enabled():
+            dense = torch.ops.aten.embedding_dense_backward(rows, ids, ctx.rows, -1, False)
+            return None, dense, None
+        flat = rows.flatten(0, -2)
+        if on_host(total):
+            total.index_add_(0, ids.flatten(), flat)
+        else:
+            add_rows(total, ids.flatten(), flat)
+        return None, None, None
+
+
+def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
+    """Add rows to the rows `ids` of a total; equal ids are added in a fixed order on a GPU, too.
+
+    Torch's kernel for the gradient of an embedding sums the rows of each id, in a table with a row
+    for each id that occurs. The rows of that table are then added to different rows of the total.
+    """
+    ordered, places = ids.sort()
+    numbers = F.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))  # of the ids in their order
+    size = min(len(ids), len(total))
+    inverse = torch.empty_like(ids).scatter_(0, places, numbers)
+    sums = torch.ops.aten.embedding_dense_backward(rows, inverse, size, -1, False)
+    # rows of the table that no id has are 0, and may be added anywhere
+    targets = torch.arange(size, device=ids.device).scatter_(0, numbers, ordered)
+    total.index_add_(0, targets, sums)
 
 
 @torch.no_grad()
@@ -122,7 +210,7 @@ def _compute(
 
     `wanted` holds whether weight, bias and each layer get a gradient, in this order.
     """
-    chunks = _ChunkedLoss(weight, bias, targets, layers[0].dtype, options.ignore, wanted)
+    chunks = _ChunkedLoss(weight, bias, targets, layers[0].dtype, options, wanted)
     with torch.autocast(weight.device.type, enabled=False):
         results = [
             chunks.layer(layer, factor, learns)
@@ -148,14 +236,15 @@ class _ChunkedLoss:
         bias: Tensor | None,
         targets: Tensor,
         hidden_dtype: torch.dtype,
-        ignore: int,
+        options: _Options,
         wanted: Sequence[bool],
     ) -> None:
+        ignore, copy = options.ignore, options.copy
         self.on_host = on_host(weight)
         self.dtype = product_dtype(hidden_dtype, weight.device)
         self.sum_dtype = torch.promote_types(self.dtype, torch.float32)
         self.in_kernel = has_kernel(weight.device, self.dtype)
-        self.weight = weight.to(self.dtype)
+        self.weight = weight.to(self.dtype) if copy is None or copy.dtype != self.dtype else copy
         self.bias = None if bias is None else bias.to(self.sum_dtype)
         # the first chunk writes the gradients, and the others add to theirs
         self.weight_gradient, self.bias_gradient = (

@@ -21,6 +21,7 @@ from frostlab.recipe.settings import Optim, StepDecay
 from frostlab.roles.parts import Span
 from frostlab.surgery.split import SplitProjection
 from frostlab.training.distributed import place_like
+from frostlab.training.step.head_loss import KEPT
 
 _BLOCK = 4096  # elements that one program of the kernel updates
 # Columns of the kernel's table: the addresses of weight, two moments, gradient and bf16 copy, then
@@ -345,7 +346,7 @@ class _Copy:
 
     Inside `Bf16Copies.in_place`, `leaf` takes the parameter's place and gets its gradient. It is
     the copy itself, unless the values are rows of a fused weight or bias (`SplitProjection`). It is
-    None if the parameter has frozen rows.
+    None for frozen rows, and for a language model's head, whose loss takes weight and copy.
     """
 
     module: nn.Module
@@ -364,14 +365,14 @@ class _Copy:
 
     def pieces(self) -> list[Piece]:
         """Return the gradients of the stretches with their targets; empty without a gradient."""
-        leaf, parameter = self.leaf, self.parameter
-        if leaf is None or (leaf.grad is None and parameter.grad is None):
+        of_leaf = None if self.leaf is None else self.leaf.grad
+        whole = self.parameter.grad if of_leaf is None else of_leaf
+        if whole is None:
             return []
-        if leaf.grad is not None and self.ranges is not None:
-            gradients = [leaf.grad[start:stop] for start, stop in self.ranges]
+        if of_leaf is not None and self.ranges is not None:
+            gradients = [whole[start:stop] for start, stop in self.ranges]
         else:
-            whole = parameter.grad if leaf.grad is None else leaf.grad
-            gradients = list(whole.split([len(t) for t in self.targets]))  # type: ignore[union-attr]
+            gradients = list(whole.split([len(t) for t in self.targets]))
         return list(zip(gradients, self.targets, strict=True))
 
 
@@ -380,7 +381,8 @@ class Bf16Copies:
 
     A step with one micro-batch computes with the copies, so that autocast does not cast these
     weights; the optimizer updates the float32 weights and their copies in one kernel. The rows of a
-    partly frozen projection are copied into one fused weight, so that no step assembles it.
+    partly frozen projection are copied into one fused weight, so that no step assembles it. The
+    weight of a language model's head is copied, too.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -395,6 +397,11 @@ class Bf16Copies:
                 assert p is not None
                 copy = nn.Parameter(torch.empty_like(p, dtype=torch.bfloat16), p.requires_grad)
                 self._entries.append(_Copy(module, name, p, copy, (copy.detach(),)))
+        self._head: _Copy | None = None
+        if self._entries and (head := _language_head(model)) is not None:
+            copy = torch.empty_like(head.weight, dtype=torch.bfloat16)
+            self._head = _Copy(head, "weight", head.weight, None, (copy.detach(),))
+            self._entries.append(self._head)
         self._by_id = {id(entry.parameter): entry for entry in self._entries}
         self.refresh()
 
@@ -470,14 +477,27 @@ class Bf16Copies:
                 entry.module._parameters[entry.name] = entry.leaf
         for module, fused in self._fused:
             module.kept = fused
+        if self._head is not None:
+            setattr(self._head.module, KEPT, self._head.targets[0])
         try:
             yield
         finally:
+            if self._head is not None:
+                delattr(self._head.module, KEPT)
             for entry in self._entries:
                 if entry.leaf is not None:
                     entry.module._parameters[entry.name] = entry.parameter
             for module, _ in self._fused:
                 module.kept = None
+
+
+def _language_head(model: nn.Module) -> nn.Linear | None:
+    """Return the head of a language model, if its weight can be copied."""
+    stack = take_apart(model)
+    if stack is None or stack.classifies or type(stack.head) is not nn.Linear:
+        return None
+    weight = stack.head.weight
+    return stack.head if weight.dtype == torch.float32 and weight.is_contiguous() else None
 
 
 def _linear_maps(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
