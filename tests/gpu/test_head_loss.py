@@ -9,7 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frostlab.training.step import head_loss as module
-from frostlab.training.step.head_loss import TiedGradient, add_rows, head_loss
+from frostlab.training.step.head_loss import (
+    TiedGradient,
+    add_rows,
+    expect_gradient,
+    head_loss,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,10 +49,11 @@ def error(one: Tensor, other: Tensor) -> float:
     return float((one.detach().double() - other.detach().double()).norm() / other.detach().norm())
 
 
+@pytest.mark.parametrize("announced", [False, True])
 @pytest.mark.parametrize("in_kernel", [True, False])
 @pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
 def test_value_and_gradients_are_the_plain_ones(
-    precision: str, in_kernel: bool, monkeypatch: pytest.MonkeyPatch
+    precision: str, in_kernel: bool, announced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half precision may err by the 1/256 of a bfloat16, and no more than the plain way does."""
     assert module.has_kernel(torch.device("cuda"), torch.float32)
@@ -55,18 +61,21 @@ def test_value_and_gradients_are_the_plain_ones(
         monkeypatch.setattr(module, "has_kernel", lambda device, dtype: False)
     hidden, weight, bias, targets = inputs()
     leaves = [*hidden, weight, bias]
-    exact = plain(hidden, weight, bias, targets)
-    true = [exact, *torch.autograd.grad(exact, leaves)]
+    exact, factor = plain(hidden, weight, bias, targets), torch.tensor(1 / TOKENS, device="cuda")
+    true = [exact, *torch.autograd.grad(exact, leaves, factor)]
     if precision == "bfloat16":
         leaves = [x.detach().bfloat16().requires_grad_() for x in leaves]
     found = []
     for ours in (True, False):
-        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "autocast"):
+        with (
+            torch.autocast("cuda", torch.bfloat16, enabled=precision == "autocast"),
+            expect_gradient(factor) if announced else nullcontext(),
+        ):
             if ours:
                 total, _ = head_loss(leaves[:2], leaves[2], targets, bias=leaves[3], weights=SHARES)
             else:
                 total = plain(leaves[:2], leaves[2], leaves[3], targets)
-        found.append([total, *torch.autograd.grad(total, leaves)])
+        found.append([total, *torch.autograd.grad(total, leaves, factor.to(total.dtype))])
     limit = 1e-5 if precision == "float32" else 1 / 128
     for made, theirs, truth in zip(*found, true, strict=True):
         assert made.dtype == theirs.dtype

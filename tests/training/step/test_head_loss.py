@@ -19,7 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.training.step import head_loss as module
-from frostlab.training.step.head_loss import TiedGradient, add_rows, head_loss
+from frostlab.training.step.head_loss import (
+    TiedGradient,
+    add_rows,
+    expect_gradient,
+    head_loss,
+)
 from heads import assert_same, gradients, inputs, plain
 
 ROOT = Path(__file__).parents[3]
@@ -372,6 +377,30 @@ def test_the_way_of_devices_needs_no_look_at_values(
         hidden[0][targets == 3] = torch.nan
     total, _ = head_loss(hidden, weight, targets, **options)
     assert_same(gradients(total, leaves), made)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_an_announced_gradient_is_not_multiplied_again(
+    announced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On devices; a gradient other than the announced one is right, too."""
+    hidden, weight, bias, targets = inputs(11, 4, (10, 2), layers=2)
+    leaves = [*hidden, weight, bias]
+    options: dict[str, Any] = {"bias": bias, "weights": [0.3, 2.0]}
+    expected = plain(hidden, weight, targets, **options)[0]
+    monkeypatch.setattr(module, "on_host", lambda _: False)
+    factor = torch.tensor(0.37, dtype=torch.float64)
+    for upstream in (factor, torch.tensor(0.5, dtype=torch.float64)):
+        with expect_gradient(factor) if announced else nullcontext():
+            total, _ = head_loss(hidden, weight, targets, **options)
+        assert_same([total], [expected])
+        wanted = torch.autograd.grad(expected, leaves, upstream, retain_graph=True)
+        assert_same(torch.autograd.grad(total, leaves, upstream, retain_graph=True), wanted)
+        with Operators() as ran:
+            made = torch.autograd.grad(total, leaves, upstream)
+        assert_same(made, wanted)
+        scales = any(name.startswith("aten.mul_") for name in ran.names)
+        assert scales == (not announced or upstream is not factor)
 
 
 class Largest(TorchDispatchMode):

@@ -20,6 +20,7 @@ from frostlab.training.distributed import (
     full_tensor,
     preserve_buffers,
 )
+from frostlab.training.step.head_loss import expect_gradient
 from frostlab.training.step.optimizer import Bf16Copies, apply_update, prepare_update, skip_update
 
 
@@ -151,12 +152,14 @@ class EagerStep:
 
     def _backward(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
         total = torch.zeros((), device=self.device)
+        # DDP and FSDP average gradients, so each process multiplies by their number
+        factor = torch.full((), float(self.compute.world.size), device=self.device) / scored
         for i, part in enumerate(parts):
             with accumulate_gradients(self.objective, last=i == len(parts) - 1):
-                with self.compute.autocast(), self._listening():
-                    loss = self.objective(part) / scored
-                (loss * self.compute.world.size).backward()  # DDP and FSDP average gradients
-            total += loss.detach()
+                with self.compute.autocast(), self._listening(), expect_gradient(factor):
+                    loss = self.objective(part)
+                loss.backward(factor.to(loss.dtype))
+            total += loss.detach() / scored
         return total
 
     def _measure(self) -> tuple[Tensor, Tensor, Tensor]:

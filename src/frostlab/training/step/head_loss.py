@@ -53,7 +53,8 @@ def head_loss(
     layers = [hidden] if isinstance(hidden, Tensor) else list(hidden)
     factors = [1.0] * len(layers) if weights is None else [float(w) for w in weights]
     _check(layers, weight, targets, bias, factors)
-    options = _Options(factors, ignore, copy, tied)
+    expected = None if on_host(weight) else _expected[-1]
+    options = _Options(factors, ignore, copy, tied, expected)
     inputs = (weight, bias, *layers)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _HeadLoss.apply(options, targets, *inputs)
@@ -67,6 +68,24 @@ class _Options:
     ignore: int
     copy: Tensor | None
     tied: "TiedGradient | None"
+    expected: Tensor | None  # the gradient with which backward will probably be called
+
+
+_expected: list[Tensor | None] = [None]
+
+
+@contextmanager
+def expect_gradient(gradient: Tensor) -> Iterator[None]:
+    """Announce the gradient of the losses that are computed in this context.
+
+    On a GPU, their forward pass multiplies by it where that costs nothing. If backward is then
+    called with this very tensor, it need not scale the gradients; otherwise it corrects them.
+    """
+    _expected.append(gradient)
+    try:
+        yield
+    finally:
+        _expected.pop()
 
 
 def _check(
@@ -103,6 +122,7 @@ class _HeadLoss(torch.autograd.Function):
         # autograd casts a gradient of another dtype, and nobody could add to what it casts
         is_final = gradients[0] is not None and gradients[0].dtype == weight.dtype
         ctx.tied = options.tied if is_final else None
+        ctx.expected = options.expected
         ctx.mark_non_differentiable(losses)
         return total, losses
 
@@ -112,10 +132,14 @@ class _HeadLoss(torch.autograd.Function):
         if torch.is_grad_enabled():  # torch's once_differentiable misses some cases
             raise FrostlabError("head_loss has no second derivative: leave out create_graph=True")
         retained = torch._C._autograd._get_current_graph_task_keep_graph()
-        is_one = on_host(upstream) and bool(upstream == 1)
+        if ctx.expected is None:
+            is_one = on_host(upstream) and bool(upstream == 1)
+        else:  # the gradients contain it
+            is_one = upstream.data_ptr() == ctx.expected.data_ptr()
+            upstream = upstream / ctx.expected
         scaled: list[Tensor | None] = [None, None]
         for gradient in ctx.saved_tensors:
-            if gradient is not None and retained:
+            if gradient is not None and retained:  # a copy, even if it is scaled by 1
                 gradient = gradient * upstream
             elif gradient is not None and not is_one:
                 gradient.mul_(upstream)
@@ -239,7 +263,7 @@ class _ChunkedLoss:
         options: _Options,
         wanted: Sequence[bool],
     ) -> None:
-        ignore, copy = options.ignore, options.copy
+        ignore, copy, self.expected = options.ignore, options.copy, options.expected
         self.on_host = on_host(weight)
         self.dtype = product_dtype(hidden_dtype, weight.device)
         self.sum_dtype = torch.promote_types(self.dtype, torch.float32)
@@ -312,7 +336,7 @@ class _ChunkedLoss:
         if self.in_kernel:
             from frostlab.training.step.kernels import cross_entropy_rows
 
-            loss = cross_entropy_rows(logits, labels, gradient_factor).sum()
+            loss = cross_entropy_rows(logits, labels, gradient_factor, self.expected).sum()
             by_logits = logits if self.any_gradient else None
         else:
             loss, by_logits = self._cross_entropy(logits, labels, gradient_factor)
@@ -349,6 +373,8 @@ class _ChunkedLoss:
         by_logits.scatter_(1, column, by_logits.gather(1, column) - 1)
         if factor != 1:
             by_logits *= factor
+        if self.expected is not None:
+            by_logits *= self.expected
         if not self.on_host:
             by_logits.masked_fill_(~scored[:, None], 0)
         return loss, by_logits.to(self.dtype)
