@@ -151,7 +151,8 @@ def _padded_loop(
 
     def build() -> Step:
         feed, step_of_each_width = padded
-        loop = PlainLoop(model(), feed, optim, settings, "reduce-overhead", dynamic=True)
+        dynamic = True if len(step_of_each_width) > 1 else None  # None: torch decides
+        loop = PlainLoop(model(), feed, optim, settings, "reduce-overhead", dynamic)
         loop.warm_up(step_of_each_width)
         return loop.step
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,8 +83,11 @@ def test_small_steps_are_not_compiled() -> None:
 def test_compiled_code_is_kept_between_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("FROSTLAB_CACHE", "/somewhere")
-    keep_compiled_code()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/somewhere/compiled"
+    for default in (None, f"{tempfile.gettempdir()}/torchinductor_someone"):
+        if default is not None:  # as torch sets it
+            monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default)
+        keep_compiled_code()
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/somewhere/compiled"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
     keep_compiled_code()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/chosen"

@@ -1,8 +1,10 @@
 """Choose and build the kind of step a run takes: eager, compiled, or captured in a CUDA graph."""
 
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ _SAVED_PER_UNIT = 60e-12
 _COMPILE_SECONDS = {"GPT": 4.0, "Decoder": 4.0, "Conformer": 15.0}  # by the model's class
 _OTHER_COMPILE_SECONDS = 8.0  # BERT's
 _USUAL_SAVED = 2e-3  # seconds per step, where the size of a step is not known
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _SHARED_BY = 2  # runs that share compiled code at least, such as two arms or two seeds
 
 
@@ -154,10 +157,14 @@ def build_step(
 def keep_compiled_code() -> None:
     """Let torch store compiled code in frostlab's cache, so that later runs need not compile again.
 
-    A folder that the user has chosen, in TORCHINDUCTOR_CACHE_DIR, stays. Torch's own default is a
-    temporary folder.
+    A folder that the user has chosen, in TORCHINDUCTOR_CACHE_DIR, stays. Torch sets this variable
+    to a temporary folder as soon as its compiler is imported; that folder is replaced.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder(None) / "compiled"))
+    chosen = Path(os.environ.get(_COMPILED, ""))
+    temporary = Path(tempfile.gettempdir()).resolve()
+    is_default = chosen.name.startswith("torchinductor_") and chosen.parent.resolve() == temporary
+    if _COMPILED not in os.environ or is_default:
+        os.environ[_COMPILED] = str(cache_folder(None) / "compiled")
 
 
 def _bf16_copies(model: nn.Module) -> Bf16Copies | None:
