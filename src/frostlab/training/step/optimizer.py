@@ -399,8 +399,10 @@ class Bf16Copies:
                 self._entries.append(_Copy(module, name, p, copy, (copy.detach(),)))
         self._head: _Copy | None = None
         if self._entries and (head := _language_head(model)) is not None:
-            values = torch.empty_like(head.weight, dtype=torch.bfloat16).detach()
-            self._head = _Copy(head, "weight", head.weight, None, (values,))
+            weight = head._parameters["weight"]
+            assert weight is not None
+            values = torch.empty_like(weight, dtype=torch.bfloat16).detach()
+            self._head = _Copy(head, "weight", weight, None, (values,))
             self._entries.append(self._head)
         self._by_id = {id(entry.parameter): entry for entry in self._entries}
         self.refresh()
