@@ -199,6 +199,8 @@ class KernelAdamW(torch.optim.AdamW):
                 place += 1
         if self.measures and self.sums is not None:
             self.sums.zero_()
+        if not rows:
+            return
         stopped = self.found_inf
         # a parameter may have several rows in the table, but it takes one step
         steps = [self._state_of(p)["step"] for p in {id(row.p): row.p for row in rows}.values()]
