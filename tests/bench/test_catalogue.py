@@ -25,6 +25,9 @@ def test_a_case_may_have_a_target_of_its_own() -> None:
     frozen = BENCHMARKS["frozen-qk"]
     assert frozen.target_of("32 × 128").gain_share == 0.7
     assert frozen.target_of("256 × 128").gain_share == 0.85
+    gain = "of the gain that the FLOPs allow"
+    assert frozen.targets == f"≥ 70% {gain}; ≥ 85% {gain} at 256 × 128"
+    assert BENCHMARKS["gpt-language-64"].targets == "≥ 1.15×"
 
 
 def test_a_missing_device_dataset_or_library_is_named(tmp_path: Path) -> None:

@@ -73,6 +73,13 @@ class Benchmark:
         """Return the target of a case, such as `256 × 128`."""
         return dict(self.case_targets).get(case, self.target)
 
+    @property
+    def targets(self) -> str:
+        """The target, and those of cases with one of their own, as text."""
+        return "; ".join(
+            [str(self.target), *(f"{target} at {case}" for case, target in self.case_targets)]
+        )
+
     def missing(self, scale: Scale, data_dir: Path | None, cuda: bool) -> str | None:
         """Return the reason why the benchmark cannot run on this machine, or None."""
         if scale == "full" and not cuda:
