@@ -115,6 +115,7 @@ def prepare(case: Case, device: torch.device) -> tuple[EagerStep, list[Batch]]:
         recipe.train,
         compute,
         steps=stage.steps,
+        tokens=recipe.train.batch * recipe.data.length,
         lr_scales=lr_scales(model, stage, case.stage, entered),
     )
     batches = [draw(recipe, model, vocabulary) for _ in range(recipe.train.accumulate)]

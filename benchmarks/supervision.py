@@ -12,8 +12,9 @@ import argparse
 import torch
 
 from common import device, interleaved, repeated, report
-from frostlab.bench.cases import PRETRAINING, decoder_config, deep_work, supervised
+from frostlab.bench.cases import PRETRAINING
 from frostlab.bench.peers import reset_torch
+from frostlab.bench.supervision import decoder_config, deep_work, supervised
 from frostlab.bench.workloads import random_feed
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.recipe.settings import Supervise, Train

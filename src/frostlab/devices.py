@@ -165,6 +165,14 @@ def allocated_bytes(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes that a CUDA device can still give to this process; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def reset_peak(device: torch.device) -> None:
     """Reset the peak of allocated memory."""
     if device.type == "cuda":

@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 import frostlab as fl
 from forked import frostlab_command
 from frostlab.bench import runner
-from frostlab.bench.cases import (
+from frostlab.bench.catalogue import BENCHMARKS, chosen
+from frostlab.bench.supervision import (
     PlainLogits,
     decoder_config,
     deep_work,
     partly_frozen,
     supervised,
 )
-from frostlab.bench.catalogue import BENCHMARKS, chosen
 from frostlab.bench.whole_run import Side, _check_outcomes
 from frostlab.bench.workloads import BenchSettings, random_feed
 from frostlab.cli.main import app
@@ -31,6 +31,7 @@ from frostlab.timing.flops import step_work
 
 MEASURED = ("bert-finetune", "sst2-epoch", "gpt-language-8", "gpt-language-64", "gpt-imdb",
             "frozen-qk", "deep-supervision", "whole-run")  # fmt: skip
+WITH_LOOP = MEASURED[:-2]  # a third side: torch.compile with reduce-overhead
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     )  # fmt: skip
     assert done.exit_code == 0
     assert "theirs ms" in done.stdout
+    assert "loop ms" in done.stdout
     for name in BENCHMARKS:
         assert name in done.stdout
     return [json.loads(line) for line in record.read_text().splitlines()]
@@ -82,6 +84,12 @@ def test_the_figures_of_a_result_are_consistent(results: list[dict[str, Any]]) -
         assert (r["rounds"], r["reached"], r["scale"]) == (2, None, "small")
         assert r["ours_prepare_s"] > 0 < r["theirs_prepare_s"]
         assert r["ours_losses"] == pytest.approx(r["theirs_losses"], rel=0.01)
+        assert ("loop_ms" in r) == (r["benchmark"] in WITH_LOOP)
+        if "loop_ms" in r:
+            assert r["faster_than_loop"] == pytest.approx(r["loop_ms"] / r["ours_ms"])
+            assert r["faster_than_loop_p10"] <= r["faster_than_loop_p90"]
+            assert len(r["loop_losses"]) == 4
+            assert r["loop_losses"][0] == pytest.approx(r["ours_losses"][0], rel=0.01)
     frozen = next(r for r in results if r["benchmark"] == "frozen-qk")
     gained = (frozen["faster"] - 1) / (frozen["flop_bound"] - 1)
     assert frozen["gain_share"] == pytest.approx(gained)

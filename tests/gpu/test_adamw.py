@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import frostlab as fl
 from frostlab.recipe.settings import Optim, Train
 from frostlab.training.distributed import Compute
 from frostlab.training.step import build_step
@@ -89,11 +90,26 @@ def test_its_state_is_torchs() -> None:
     assert_same(sides)
 
 
-@pytest.mark.parametrize("name", ["gpt classifier", "bert classifier", "gpt2", "llama"])
-def test_steps_with_copies_are_steps_without(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "freeze"),
+    [
+        ("gpt classifier", ""),
+        ("gpt classifier", "key"),
+        ("gpt classifier", "query"),
+        ("gpt classifier", "query,key"),
+        ("gpt", "key"),
+        ("bert classifier", ""),
+        ("gpt2", ""),
+        ("gpt2", "key"),
+        ("llama", ""),
+    ],
+)
+def test_steps_with_copies_are_steps_without(name: str, freeze: str) -> None:
     steps, losses = epochs(name, 60, packed=True), []
     for ours in (True, False):
         model = build(name).to(CUDA).eval()
+        if freeze:
+            fl.freeze(model, *freeze.split(","))
         if ours:
             step: EagerStep = build_step(
                 Objective(model), Optim(lr=1e-3), Train(step="eager"),
@@ -106,7 +122,7 @@ def test_steps_with_copies_are_steps_without(name: str) -> None:
         losses.append(train(step, steps))
         if ours:
             for entry in step.copies._entries:  # type: ignore[union-attr]
-                assert torch.equal(entry.copy, entry.parameter.bfloat16()), entry.name
+                assert torch.equal(entry.values, entry.parameter.bfloat16()), entry.name
     assert losses[0] == pytest.approx(losses[1], abs=5e-3)
 
 

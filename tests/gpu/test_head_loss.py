@@ -1,15 +1,20 @@
 """The chunked loss on CUDA: the plain values, no wait for the host, one CUDA graph."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from frostlab.training.step import head_loss as module
-from frostlab.training.step.head_loss import head_loss
+from frostlab.training.step.head_loss import (
+    TiedGradient,
+    add_rows,
+    expect_gradient,
+    head_loss,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,10 +49,11 @@ def error(one: Tensor, other: Tensor) -> float:
     return float((one.detach().double() - other.detach().double()).norm() / other.detach().norm())
 
 
+@pytest.mark.parametrize("announced", [False, True])
 @pytest.mark.parametrize("in_kernel", [True, False])
 @pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
 def test_value_and_gradients_are_the_plain_ones(
-    precision: str, in_kernel: bool, monkeypatch: pytest.MonkeyPatch
+    precision: str, in_kernel: bool, announced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half precision may err by the 1/256 of a bfloat16, and no more than the plain way does."""
     assert module.has_kernel(torch.device("cuda"), torch.float32)
@@ -55,18 +61,21 @@ def test_value_and_gradients_are_the_plain_ones(
         monkeypatch.setattr(module, "has_kernel", lambda device, dtype: False)
     hidden, weight, bias, targets = inputs()
     leaves = [*hidden, weight, bias]
-    exact = plain(hidden, weight, bias, targets)
-    true = [exact, *torch.autograd.grad(exact, leaves)]
+    exact, factor = plain(hidden, weight, bias, targets), torch.tensor(1 / TOKENS, device="cuda")
+    true = [exact, *torch.autograd.grad(exact, leaves, factor)]
     if precision == "bfloat16":
         leaves = [x.detach().bfloat16().requires_grad_() for x in leaves]
     found = []
     for ours in (True, False):
-        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "autocast"):
+        with (
+            torch.autocast("cuda", torch.bfloat16, enabled=precision == "autocast"),
+            expect_gradient(factor) if announced else nullcontext(),
+        ):
             if ours:
                 total, _ = head_loss(leaves[:2], leaves[2], targets, bias=leaves[3], weights=SHARES)
             else:
                 total = plain(leaves[:2], leaves[2], leaves[3], targets)
-        found.append([total, *torch.autograd.grad(total, leaves)])
+        found.append([total, *torch.autograd.grad(total, leaves, factor.to(total.dtype))])
     limit = 1e-5 if precision == "float32" else 1 / 128
     for made, theirs, truth in zip(*found, true, strict=True):
         assert made.dtype == theirs.dtype
@@ -146,3 +155,52 @@ def test_memory_is_that_of_a_few_chunks(autocast: bool, monkeypatch: pytest.Monk
     heads = 3 * weight.nbytes  # its gradient, a product to add to it, a copy in half precision
     assert used < 3 * bound + heads + 4 * hidden.nbytes
     assert used < tokens * classes * 4 / 4
+
+
+@pytest.mark.parametrize("count", [100, 5000])
+def test_rows_are_added_in_a_fixed_order(
+    count: int, no_waiting: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """To the bit twice, and without waiting; half of the ids are one id, as padding is."""
+    ids = torch.randint(CLASSES, (count,), device="cuda")
+    ids[: count // 2] = 7
+    rows = torch.randn(count, WIDTH, device="cuda")
+    start = torch.randn(CLASSES, WIDTH, device="cuda")
+    found = [start.clone() for _ in range(2)]
+    with no_waiting():
+        for total in found:
+            add_rows(total, ids, rows)
+    assert torch.equal(*found)
+    expected = start.double().index_add(0, ids, rows.double())
+    assert error(found[0], expected) < 1e-6
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_tied_embedding_in_a_graph(autocast: bool) -> None:
+    """The gradient of head and embedding together, captured once and replayed with other ids."""
+    embedding = nn.Embedding(CLASSES, WIDTH, device="cuda")
+    ids, targets = (torch.randint(CLASSES, (TOKENS,), device="cuda") for _ in range(2))
+    weight = embedding.weight
+
+    def step(shared: bool) -> Tensor:
+        tied = TiedGradient()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            with tied.embedding_of(embedding, weight) if shared else nullcontext():
+                x = embedding(ids)
+            total, _ = head_loss(x, weight, targets, tied=tied if shared else None)
+        return torch.autograd.grad(total / 3, weight)[0]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(True)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(True)
+    for _ in range(2):
+        ids.copy_(torch.randint(CLASSES // 50, (TOKENS,)))
+        targets.copy_(torch.randint(CLASSES, (TOKENS,)))
+        graph.replay()
+        assert error(captured, step(False)) < 1e-5

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import frostlab as fl
-from frostlab.roles.parts import Split
-from frostlab.surgery.split import SplitProjection
+from frostlab.roles.parts import Rows, Span, Split
+from frostlab.surgery.split import FrozenRows, SplitProjection
 from zoo import build, exactly, grads, loss_of, outputs
 
 FUSED = [
@@ -292,3 +292,26 @@ def test_a_thawed_attention_has_its_parameters_in_torchs_order() -> None:
     fl.freeze(attention, "query")
     fl.thaw(attention)
     assert [(n, p.shape) for n, p in attention.named_parameters()] == before
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("spans", [((0, 4),), ((4, 8),), ((0, 8),), ((2, 3), (5, 6))])
+def test_kept_tensors_give_the_plain_projection(spans: tuple[Span, ...], compiled: bool) -> None:
+    """In float64: output, input gradient, and the gradients of the trainable rows."""
+    torch.manual_seed(0)
+    rows = Rows(12, 1, spans)
+    plain = nn.Linear(5, 12).double()
+    split = SplitProjection(copy.deepcopy(plain), FrozenRows(0, rows, rows))
+    x = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(2, 3, 12, dtype=torch.float64)
+    y = plain(x)
+    expected = torch.autograd.grad(y, [x, plain.weight, plain.bias], upstream)
+    split.kept = {"weight": plain.weight.detach().clone(), "bias": plain.bias.detach().clone()}
+    split.trainable_weight = nn.Parameter(torch.zeros_like(split.trainable_weight))  # type: ignore[arg-type]
+    split.trainable_bias = nn.Parameter(torch.zeros_like(plain.bias))
+    forward = torch.compile(split, fullgraph=True) if compiled else split
+    made = forward(x)
+    found = torch.autograd.grad(made, [x, split.trainable_weight, split.trainable_bias], upstream)
+    wanted = (y, expected[0], rows.rest().take(expected[1]), expected[2])
+    for ours, theirs in zip((made, *found), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)

@@ -26,7 +26,6 @@ from frostlab.timing.interleave import (
     drift_of,
     interleave_arms,
     interleave_pair,
-    pair_order,
     plan_build,
     ratio_of,
     round_orders,
@@ -385,8 +384,28 @@ def test_the_sides_of_a_pair_alternate_and_take_as_many_steps() -> None:
         rounds=4, steps_per_round=3, warm_up=2,
     )  # fmt: skip
     assert "".join(log) == "oo" + "tt" + "tttooo" + "ooottt" + "tttooo" + "ooottt"
-    assert len(times.ours) == len(times.theirs) == 4
-    assert list(pair_order(2)) == ["theirs", "ours", "ours", "theirs"]
+    assert len(times.ours.seconds) == len(times.theirs.seconds) == 4
+    assert times.loop is None
+    assert "loop_ms" not in times.to_dict()
+
+
+def test_a_third_side_takes_its_turn_in_every_round() -> None:
+    log: list[str] = []
+
+    def step(name: str) -> Callable[[], object]:
+        return lambda: log.append(name)
+
+    times = interleave_pair(
+        lambda: step("o"), lambda: as_driver(step("t")), CPU,
+        rounds=3, steps_per_round=2, warm_up=1, loop=lambda: step("l"),
+    )  # fmt: skip
+    assert "".join(log) == "o" + "l" + "t" + "ttooll" + "lloott" + "ttooll"
+    assert times.loop is not None
+    assert len(times.ours.seconds) == len(times.theirs.seconds) == len(times.loop.seconds) == 3
+    times.ours.seconds, times.loop.seconds = [2.0, 1.0, 4.0], [3.0, 3.0, 3.0]
+    facts = times.to_dict()
+    assert (facts["ours_ms"], facts["loop_ms"], facts["faster_than_loop"]) == (2e3, 3e3, 1.5)
+    assert facts["faster_than_loop_p10"] == pytest.approx(np.quantile([1.5, 3.0, 0.75], 0.1))
 
 
 def test_seconds_end_the_rounds_of_a_pair_but_not_before_three() -> None:
@@ -394,4 +413,4 @@ def test_seconds_end_the_rounds_of_a_pair_but_not_before_three() -> None:
         lambda: lambda: None, lambda: as_driver(lambda: None), CPU,
         rounds=500, steps_per_round=1, seconds=0.0,
     )  # fmt: skip
-    assert len(times.ours) == len(times.theirs) == 3
+    assert len(times.ours.seconds) == len(times.theirs.seconds) == 3

@@ -7,6 +7,7 @@ import pytest
 
 import frostlab as fl
 from forked import run_command, wait_for
+from frostlab.training import setup
 from tiny import tiny
 
 
@@ -86,3 +87,25 @@ def test_an_unwritable_folder_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "blocked").write_text("a file where a folder is wanted")
     with pytest.raises(fl.BadInput, match="cannot be written"):
         fl.run(tiny(), runs=tmp_path / "blocked" / "runs")
+
+
+def test_a_batch_that_cannot_fit_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a device that says how much is free; the batch that is suggested is accepted."""
+    recipe = tiny(model__width=64, train__batch=256)
+    monkeypatch.setattr(setup, "free_bytes", lambda device: 4_000_000)
+    with pytest.raises(fl.BadInput, match="train.batch 256 cannot fit: a step needs at least") as e:
+        fl.run(recipe, runs=tmp_path)
+    assert "cpu has 0.004 GB free; about" in str(e.value)
+    assert not list(tmp_path.iterdir())
+    largest = int(str(e.value).split("about ")[1].split()[0])
+    assert 1 < largest < 256
+    fl.run(tiny(model__width=64, train__batch=largest, train__epochs=1), runs=tmp_path / "fits")
+    parts = tiny(model__width=64, train__batch=256, train__accumulate=16, train__epochs=1)
+    fl.run(parts, runs=tmp_path / "parts")
+    monkeypatch.setattr(setup, "free_bytes", lambda device: 1_000_000)
+    with pytest.raises(fl.BadInput, match="this model is too large for it with any batch"):
+        fl.run(recipe, runs=tmp_path)
+    monkeypatch.setattr(setup, "free_bytes", lambda device: None)
+    fl.run(tiny(train__epochs=1), runs=tmp_path / "unknown")

@@ -1,23 +1,24 @@
-"""The benchmark functions, which build both sides, check their losses and time them in turn.
+"""The benchmark functions, which build the sides, check their losses and time them in turn.
 
 `ours` is frostlab. `theirs` is the Hugging Face Trainer, nanoGPT's loop, or frostlab
-without the feature that is measured.
+without the feature that is measured. `loop` is a short loop with torch.compile's reduce-overhead
+mode, for BERT and GPT.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from frostlab.bench.catalogue import Result
 from frostlab.bench.peers import (
     CHECKED_STEPS,
+    CompileMode,
     FeedDataset,
     FrostlabLoop,
-    NanoGPTLoop,
+    PlainLoop,
     TrainerLoop,
     check_losses,
     enlarge_head,
@@ -34,6 +35,7 @@ from frostlab.bench.workloads import (
     gpt,
     load_text,
     packed_feed,
+    padded_feed,
     padding_collator,
     prefix_feed,
     random_feed,
@@ -41,19 +43,12 @@ from frostlab.bench.workloads import (
     trainer_examples,
 )
 from frostlab.models.decoder import Decoder, DecoderConfig
-from frostlab.recipe.settings import Optim, StepKind, Supervise
+from frostlab.recipe.settings import Optim, StepKind
 from frostlab.roles.read import anatomy
 from frostlab.surgery.freeze import freeze
 from frostlab.timing.flops import CEILING_FORMULA, StepWork, savings, step_work
 from frostlab.timing.interleave import Driver, PairTimes, Step, as_driver
-from frostlab.training.batches.batch import Batch, collate, epoch_order, padding_limit
-from frostlab.training.step.objective import (
-    Objective,
-    Supervision,
-    language_stack,
-    resolve_supervision,
-    summed_loss,
-)
+from frostlab.training.batches.batch import collate, epoch_order, padding_limit
 
 FINE_TUNING = Optim(lr=2e-5)
 PRETRAINING = Optim(lr=3e-4, decay=0.1, betas=(0.9, 0.95))
@@ -79,7 +74,10 @@ def bert_finetune(settings: BenchSettings) -> Iterator[Result]:
     def theirs() -> Driver:
         return TrainerLoop(bert(settings), FeedDataset(feed), FINE_TUNING, settings).drive
 
-    times = settings.interleave(ours, theirs, rounds=30)
+    def loop() -> Step:
+        return PlainLoop(bert(settings), feed, FINE_TUNING, settings, "reduce-overhead").step
+
+    times = settings.interleave(ours, theirs, rounds=30, loop=loop)
     yield assemble_result(
         settings,
         times,
@@ -98,6 +96,9 @@ def sst2_epoch(settings: BenchSettings) -> Iterator[Result]:
     tokens, batch = prepared.splits["train"], 4 if settings.small else 32
     order = [rows for rows in epoch_order(tokens.lengths, batch, 0, 0, False) if len(rows) == batch]
     feed, step_of_each_width = packed_feed(tokens, order, prepared.pad)
+    by_length = [rows for rows in epoch_order(tokens.lengths, batch, 0, 0, True)
+                 if len(rows) == batch]  # fmt: skip
+    padded = padded_feed(tokens, by_length, prepared.pad, settings.device)
     check = _check_against_trainer(
         settings, first_batch_only(feed), lambda _: collate(tokens, order[0], prepared.pad)
     )
@@ -118,9 +119,10 @@ def sst2_epoch(settings: BenchSettings) -> Iterator[Result]:
 
     steps, warm_up = settings.steps_per_round, 30 if settings.on_gpu else 3
     rounds = max(1, (len(order) - warm_up) // steps)
-    times = settings.interleave(ours, theirs, rounds, warm_up)
+    loop = _padded_loop(settings, lambda: bert(settings), padded, FINE_TUNING)
+    times = settings.interleave(ours, theirs, rounds, warm_up, loop)
     mean = float(tokens.lengths.mean())
-    timed = len(times.ours) * steps / len(order)
+    timed = len(times.ours.seconds) * steps / len(order)
     yield assemble_result(
         settings,
         times,
@@ -139,15 +141,37 @@ def sst2_epoch(settings: BenchSettings) -> Iterator[Result]:
     )
 
 
+def _padded_loop(
+    settings: BenchSettings,
+    model: Callable[[], nn.Module],
+    padded: tuple[Feed, list[int]],
+    optim: Optim,
+) -> Callable[[], Step]:
+    """Return a function that builds the reduce-overhead loop, warmed up for each padded width."""
+
+    def build() -> Step:
+        feed, step_of_each_width = padded
+        dynamic = True if len(step_of_each_width) > 1 else None  # None: torch decides
+        loop = PlainLoop(model(), feed, optim, settings, "reduce-overhead", dynamic)
+        loop.warm_up(step_of_each_width)
+        return loop.step
+
+    return build
+
+
 def _check_against_trainer(settings: BenchSettings, ours: Feed, theirs: Feed) -> dict[str, Any]:
-    """Compare both sides' losses on one batch without dropout; the Trainer does not compile."""
+    """Compare the sides' losses on one batch without dropout; the others do not compile."""
 
     def model() -> nn.Module:
         return enlarge_head(bert(settings, dropout=0.0), "classifier")
 
     our_losses = first_losses(FrostlabLoop(model(), ours, FINE_TUNING, settings).step)
     trainer = TrainerLoop(model(), FeedDataset(theirs), FINE_TUNING, settings)
-    return check_losses(our_losses, trainer.first_losses(CHECKED_STEPS), settings.precision)
+    loop = PlainLoop(model(), theirs, FINE_TUNING, settings, None)
+    return check_losses(
+        our_losses, settings.precision, theirs=trainer.first_losses(CHECKED_STEPS),
+        loop=first_losses(loop.step),
+    )  # fmt: skip
 
 
 def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
@@ -167,22 +191,28 @@ def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
         feed, step_of_each_width = packed_feed(tokens, order, pad)
 
         padded: Feed = lambda step: collate(tokens, order[step % len(order)], pad, limit=limit)  # noqa: E731
-
+        masked = padded_feed(tokens, order, pad, settings.device)
     else:
         vocabulary, mean, step_of_each_width = 16000, float(length), []
         feed = padded = random_feed(
             batch, length, SMALL_VOCABULARY if settings.small else vocabulary, 2
         )  # fmt: skip
+        masked = feed, [0]
         note = "random ids of full length, because no --data-dir with imdb was given"
 
     def model(dropout: float) -> nn.Module:
         return gpt(settings, vocabulary, 2, dropout)
 
-    def losses(batches: Feed, kind: StepKind) -> list[float]:
+    def losses(batches: Feed, kind: StepKind | None) -> list[float]:
         checked, one_batch = enlarge_head(model(0.0), "head"), first_batch_only(batches)
+        if kind is None:
+            return first_losses(PlainLoop(checked, one_batch, _SLOW, settings, None).step)
         return first_losses(FrostlabLoop(checked, one_batch, _SLOW, settings, kind).step)
 
-    check = check_losses(losses(feed, "captured"), losses(padded, "eager"), settings.precision)
+    check = check_losses(
+        losses(feed, "captured"), settings.precision, theirs=losses(padded, "eager"),
+        loop=losses(masked[0], None),
+    )  # fmt: skip
     loops: list[FrostlabLoop] = []
 
     def ours() -> Step:
@@ -194,7 +224,8 @@ def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
     def theirs() -> Driver:
         return as_driver(FrostlabLoop(model(0.1), padded, PRETRAINING, settings, "eager").step)
 
-    times = settings.interleave(ours, theirs, rounds=30)
+    loop = _padded_loop(settings, lambda: model(0.1), masked, PRETRAINING)
+    times = settings.interleave(ours, theirs, rounds=30, loop=loop)
     yield assemble_result(
         settings,
         times,
@@ -227,11 +258,14 @@ def _language(settings: BenchSettings, batch: int) -> Result:
     def frostlab(batches: Feed) -> FrostlabLoop:
         return FrostlabLoop(gpt(settings, vocabulary, 0, 0.0), batches, PRETRAINING, settings)
 
-    def nanogpt(batches: Feed) -> NanoGPTLoop:
-        return NanoGPTLoop(gpt(settings, vocabulary, 0, 0.0), batches, PRETRAINING, settings)
+    def plain(batches: Feed, mode: CompileMode) -> PlainLoop:
+        return PlainLoop(gpt(settings, vocabulary, 0, 0.0), batches, PRETRAINING, settings, mode)
 
-    our_losses, their_losses = (first_losses(build(first).step) for build in (frostlab, nanogpt))
-    check = check_losses(our_losses, their_losses, settings.precision)
+    check = check_losses(
+        first_losses(frostlab(first).step), settings.precision,
+        theirs=first_losses(plain(first, "default").step),
+        loop=first_losses(plain(first, "reduce-overhead").step),
+    )  # fmt: skip
     loops: list[FrostlabLoop] = []
 
     def ours() -> Step:
@@ -239,9 +273,12 @@ def _language(settings: BenchSettings, batch: int) -> Result:
         return loops[0].step
 
     def theirs() -> Driver:
-        return as_driver(nanogpt(feed).step)
+        return as_driver(plain(feed, "default").step)
 
-    times = settings.interleave(ours, theirs, rounds=40)
+    def loop() -> Step:
+        return plain(feed, "reduce-overhead").step
+
+    times = settings.interleave(ours, theirs, rounds=40, loop=loop)
     return assemble_result(
         settings,
         times,
@@ -252,7 +289,7 @@ def _language(settings: BenchSettings, batch: int) -> Result:
         step=loops[0].kind_and_reason,
         notes=(
             "random ids, no dropout; causal attention counts half its FLOPs",
-            *(() if settings.on_gpu else ("the plain loop does not compile on the CPU here",)),
+            *(() if settings.on_gpu else ("the plain loops do not compile on the CPU here",)),
         ),
     )
 
@@ -267,24 +304,34 @@ def frozen_qk(settings: BenchSettings) -> Iterator[Result]:
 def _frozen_qk(settings: BenchSettings, batch: int, length: int) -> Result:
     feed = random_feed(batch, length, SMALL_VOCABULARY if settings.small else 30522, 2)
 
-    def loop(frozen: bool, dropout: float, batches: Feed) -> FrostlabLoop:
-        model = enlarge_head(bert(settings, dropout), "classifier")
+    def model(frozen: bool, dropout: float) -> nn.Module:
+        built = enlarge_head(bert(settings, dropout), "classifier")
         if frozen:
-            freeze(model, "query", "key")
-        return FrostlabLoop(model, batches, FINE_TUNING, settings)
+            freeze(built, "query", "key")
+        return built
+
+    def step(frozen: bool, dropout: float, batches: Feed) -> FrostlabLoop:
+        return FrostlabLoop(model(frozen, dropout), batches, FINE_TUNING, settings)
 
     first = first_batch_only(feed)
-    our_losses, their_losses = (  # only the first losses: later losses differ by design
-        first_losses(loop(frozen, 0.0, first).step)[:1] for frozen in (True, False)
-    )
-    check = check_losses(our_losses, their_losses, settings.precision)
+    ours, theirs = (first_losses(step(frozen, 0.0, first).step) for frozen in (True, False))
+    plain = PlainLoop(model(True, 0.0), first, FINE_TUNING, settings, None)
+    # with everything trained, later losses differ by design
+    check = check_losses(ours, settings.precision, loop=first_losses(plain.step))
+    check |= check_losses(ours[:1], settings.precision, theirs=theirs[:1])
     loops: list[FrostlabLoop] = []
 
     def built(frozen: bool) -> Step:
-        loops.append(loop(frozen, 0.1, feed))
+        loops.append(step(frozen, 0.1, feed))
         return loops[-1].step
 
-    times = settings.interleave(lambda: built(True), lambda: as_driver(built(False)), rounds=40)
+    def loop() -> Step:
+        frozen = model(True, 0.1)
+        return PlainLoop(frozen, feed, FINE_TUNING, settings, "reduce-overhead").step
+
+    times = settings.interleave(
+        lambda: built(True), lambda: as_driver(built(False)), rounds=40, loop=loop
+    )
     trained, frozen = bert(settings), bert(settings)
     freeze(frozen, "query", "key")
     bound = savings(anatomy(frozen), length).speed_up
@@ -340,7 +387,7 @@ def _frozen_prefix(
         return FrostlabLoop(model, batches, FINE_TUNING, settings, prefix=prefix)
 
     our_losses, their_losses = (first_losses(loop(cached, True).step) for cached in (True, False))
-    check = check_losses(our_losses, their_losses, settings.precision)
+    check = check_losses(our_losses, settings.precision, theirs=their_losses)
     loops: list[FrostlabLoop] = []
 
     def built(cached: bool) -> Step:
@@ -398,129 +445,6 @@ def _decoder(width: int) -> Build:
     return build
 
 
-class PlainLogits(Objective):
-    """An objective without the fused loss: it keeps the float32 logits of all supervised layers."""
-
-    def supervised_loss(self, batch: Batch, supervision: Supervision) -> Tensor:
-        stack = language_stack(self.model, "plain logits")
-        vectors = self.head_inputs(stack, batch, supervision.layers)
-        losses = [
-            weight * summed_loss(stack.head(x), batch.targets)
-            for weight, x in zip(supervision.weights, vectors, strict=True)
-        ]
-        return torch.stack(losses).sum()
-
-
-def decoder_config(small: bool) -> DecoderConfig:
-    """Return the config of the progressive-training model, or of a small variant of it."""
-    return DecoderConfig(vocabulary=400, width=16) if small else DecoderConfig()
-
-
-def supervised(
-    cls: type[Objective], config: DecoderConfig, layers: Supervise, frozen: int = 0
-) -> Objective:
-    """Build an untrained decoder, with an objective that has a loss at each of these layers.
-
-    The first `frozen` layers do not train; if there are any, the embedding does not either.
-    """
-    torch.manual_seed(0)
-    objective = cls(partly_frozen(config, frozen))
-    objective.supervision = resolve_supervision(layers, objective.model)
-    return objective
-
-
-def partly_frozen(config: DecoderConfig, frozen: int) -> Decoder:
-    """Build a decoder whose first `frozen` layers and, if there are any, embedding are frozen."""
-    model = Decoder(config)
-    for part in (model.tokens, *list(model.blocks)[:frozen]) if frozen else ():
-        part.requires_grad_(False)
-    return model
-
-
-def deep_work(config: DecoderConfig, length: int, tokens: int, frozen: int = 0) -> StepWork:
-    """Return the work of a step that supervises every layer and applies the head to each."""
-    work = step_work(partly_frozen(config, frozen), length, tokens)
-    # Passes of the head at all layers but the last, which `work` includes: forward, weight gradient
-    # and, unless everything below is frozen, input gradient.
-    passes = 3 * (config.layers - 1) - frozen
-    return StepWork(
-        work.flops + 2 * passes * config.vocabulary * config.width * tokens, work.parameters
-    )
-
-
-def deep_supervision(settings: BenchSettings) -> Iterator[Result]:
-    """Train a decoder with a loss at every layer: fused with the head, against plain logits.
-
-    The first case trains four layers. The others are the phases of progressive training: three
-    layers, and then a fourth and the head, with the embedding and the first three layers frozen and
-    the losses of all four kept. Each is also timed against a loss at the last layer only.
-    """
-    config = decoder_config(settings.small)
-    yield _deep_supervision(settings, config, "4 layers")
-    phases = []
-    for name, layers, frozen in (("phase 1, 3 layers", 3, 0), ("phase 2, 3 of 4 layers", 4, 3)):
-        reset_torch()
-        phase = _deep_supervision(settings, replace(config, layers=layers), name, frozen)
-        phases.append(phase)
-        if frozen:
-            deep, standard = (
-                sum(phase[key] for phase in phases) for key in ("deep_ms", "standard_ms")
-            )
-            phase["phases_over_standard"] = deep / standard
-        yield phase
-
-
-def _deep_supervision(
-    settings: BenchSettings, config: DecoderConfig, name: str, frozen: int = 0
-) -> Result:
-    batch, length = (4, 8) if settings.small else (64, 32)
-    feed = random_feed(batch, length + 1, config.vocabulary, 0)
-    every_layer = Supervise(layers="all", frozen=bool(frozen))
-    loops: list[FrostlabLoop] = []
-
-    def loop(cls: type[Objective], layers: Supervise = every_layer) -> FrostlabLoop:
-        objective = supervised(cls, config, layers, frozen)
-        return FrostlabLoop(objective, first_batch_only(feed), PRETRAINING, settings)
-
-    def built(cls: type[Objective], layers: Supervise = every_layer) -> Step:
-        loops.append(loop(cls, layers))
-        return loops[-1].step
-
-    our_losses, their_losses = (first_losses(loop(cls).step) for cls in (Objective, PlainLogits))
-    check = check_losses(our_losses, their_losses, settings.precision)
-    times = settings.interleave(
-        lambda: built(Objective), lambda: as_driver(built(PlainLogits)), rounds=40
-    )
-    against_last = settings.interleave(
-        lambda: built(Objective), lambda: as_driver(built(Objective, Supervise())), rounds=40
-    ).to_dict()
-    tokens = batch * length
-    work = deep_work(config, length, tokens, frozen)
-    standard = step_work(partly_frozen(config, frozen), length, tokens)
-    return assemble_result(
-        settings,
-        times,
-        work,
-        tokens,
-        case=f"{name}{' frozen' if frozen else ''}, {batch} × {length}",
-        check=check,
-        step=loops[0].kind_and_reason,
-        notes=(
-            f"theirs: plain logits, {': '.join(loops[1].kind_and_reason)}",
-            f"a step with a loss at every layer takes {against_last['ratio']:.2f} × the time of "
-            "a step with a loss at the last layer",
-        ),
-        extra={
-            "deep_ms": against_last["ours_ms"],
-            "standard_ms": against_last["theirs_ms"],
-            "over_standard": against_last["ratio"],
-            "over_standard_p10": against_last["ratio_p10"],
-            "over_standard_p90": against_last["ratio_p90"],
-            "flops_over_standard": work.flops / standard.flops,
-        },
-    )
-
-
 def assemble_result(
     settings: BenchSettings,
     times: PairTimes,
@@ -574,7 +498,8 @@ def assemble_result(
         **(extra or {}),
         "notes": list(notes),
     }
-    result["target"] = str(benchmark.target)
+    target = benchmark.target_of(case)
+    result["target"] = str(target)
     comparable = settings.on_gpu and not settings.small
-    result["reached"] = benchmark.target.reached(result) if comparable else None
+    result["reached"] = target.reached(result) if comparable else None
     return result

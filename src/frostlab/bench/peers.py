@@ -1,10 +1,10 @@
-"""The training loops of both sides (frostlab, competitor), and a check that their losses agree."""
+"""The training loops of all sides (frostlab, competitors), and a check that their losses agree."""
 
 import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,10 @@ from frostlab.training.batches.batch import IGNORED, Batch
 from frostlab.training.batches.prefix import Prefix
 from frostlab.training.step import build_step
 from frostlab.training.step.eager import seed_step
-from frostlab.training.step.objective import Objective
+from frostlab.training.step.objective import Objective, logits_of
 from frostlab.training.step.optimizer import build_optimizer
 
+CompileMode = Literal["default", "reduce-overhead"]
 _MANY_STEPS = 10**5  # more steps than any benchmark takes
 CHECKED_STEPS = 4  # first steps in which the losses of both sides are compared
 # Relative tolerances of the first loss and of later losses, in which rounding errors add up.
@@ -73,33 +74,43 @@ class FrostlabLoop:
 
 
 class _WithLoss(nn.Module):
-    """A language model that returns its loss, like nanoGPT's model."""
+    """A model that returns its mean loss, so that torch.compile also compiles the loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: Tensor, targets: Tensor) -> Tensor:
-        logits = self.model(input_ids)
+    def forward(self, inputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+        logits = logits_of(self.model, inputs)
         return F.cross_entropy(
             logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=IGNORED
         )
 
 
-class NanoGPTLoop:
-    """nanoGPT's loop: SDPA, clipping, fused AdamW, prefetched batches.
+class PlainLoop:
+    """A loop of a few lines: SDPA, clipping, fused AdamW, the next batch copied ahead of its step.
 
-    It uses torch.compile on a GPU, and autocast if the precision is bf16.
+    It uses autocast if the precision is bf16. On a GPU, the model and its loss are compiled with
+    torch.compile's `mode`: `default` makes it nanoGPT's loop, and with `reduce-overhead` torch
+    replays CUDA graphs. None leaves compiling out, as on the CPU.
     """
 
-    def __init__(self, model: nn.Module, feed: Feed, optim: Optim, settings: BenchSettings) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        feed: Feed,
+        optim: Optim,
+        settings: BenchSettings,
+        mode: CompileMode | None,
+        dynamic: bool | None = None,
+    ) -> None:
         self.feed, self.optim, self.device, self.taken = feed, optim, settings.device, 0
         self.autocast = settings.precision == torch.bfloat16
         self.raw = model.to(settings.device).train()
         self.optimizer = build_optimizer(self.raw, optim, fused=True)
         self.model: Any = _WithLoss(self.raw)
-        if settings.on_gpu:
-            self.model = torch.compile(self.model)
+        if settings.on_gpu and mode is not None:
+            self.model = torch.compile(self.model, mode=mode, dynamic=dynamic)
         self.next_batch = self._fetch()
 
     def _fetch(self) -> Batch:
@@ -113,7 +124,7 @@ class NanoGPTLoop:
             group["lr"] = self.optim.lr
         batch = self.next_batch
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            loss = self.model(batch.inputs["input_ids"], batch.targets)
+            loss = self.model(batch.inputs, batch.targets)
         self.next_batch = self._fetch()
         loss.backward()
         if self.optim.clip is not None:
@@ -121,6 +132,16 @@ class NanoGPTLoop:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+    def warm_up(self, steps: Sequence[int]) -> None:
+        """Take each of these steps three times: torch records a graph the second time."""
+        for number in steps:
+            for _ in range(3):
+                self.taken = number
+                self.next_batch = self._fetch()
+                self.step()
+        self.taken = 0
+        self.next_batch = self._fetch()
 
 
 class FeedDataset(torch.utils.data.IterableDataset[Any]):
@@ -224,7 +245,7 @@ def _clear_dynamo_environment() -> None:
 
 
 class LossesDiffer(FrostlabError):
-    """Raised when the losses of the two sides differ, so their times cannot be compared."""
+    """Raised when the losses of two sides differ, so their times cannot be compared."""
 
 
 def enlarge_head(model: nn.Module, head: str) -> nn.Module:
@@ -240,26 +261,28 @@ def first_losses(step: Callable[[], Any]) -> list[float]:
 
 
 def check_losses(
-    ours: Sequence[float], theirs: Sequence[float], precision: torch.dtype
+    ours: Sequence[float], precision: torch.dtype, **others: Sequence[float]
 ) -> dict[str, Any]:
     """Refuse sides with different losses in their first steps, on one batch without dropout.
 
-    The first loss checks the forward pass; the later losses check the backward pass and the
-    update. Tolerances are relative to the larger of the competitor's first and current loss.
-    Return the losses for the record.
+    `others` are the losses of the other sides by name, such as `theirs`. The first loss checks the
+    forward pass; the later losses check the backward pass and the update. Tolerances are relative
+    to the larger of the other side's first and current loss. Return the losses for the record.
     """
     first, later = _FIRST_TOLERANCE[precision], _LATER_TOLERANCE[precision]
-    for number, (our_loss, their_loss) in enumerate(zip(ours, theirs, strict=True)):
-        allowed = max(abs(theirs[0]), abs(their_loss)) * (later if number else first)
-        if not abs(our_loss - their_loss) <= allowed:
-            raise LossesDiffer(
-                f"the losses differ at step {number + 1} on the first batch: {our_loss:.6g} (ours) "
-                f"and {their_loss:.6g} (theirs); {allowed:.2g} is allowed; nothing was timed"
-            )
+    for name, losses in others.items():
+        for number, (our_loss, other_loss) in enumerate(zip(ours, losses, strict=True)):
+            allowed = max(abs(losses[0]), abs(other_loss)) * (later if number else first)
+            if not abs(our_loss - other_loss) <= allowed:
+                raise LossesDiffer(
+                    f"the losses differ at step {number + 1} on the first batch: {our_loss:.6g} "
+                    f"(ours) and {other_loss:.6g} ({name}); {allowed:.2g} is allowed; "
+                    "nothing was timed"
+                )
     reset_torch()
+    sides = {"ours": ours, **others}
     return {
-        "ours_losses": [round(value, 6) for value in ours],
-        "theirs_losses": [round(value, 6) for value in theirs],
+        **{f"{name}_losses": [round(x, 6) for x in losses] for name, losses in sides.items()},
         "loss_tolerance": [first, later],
     }
 

@@ -30,6 +30,8 @@ _COLUMNS = (
     "theirs ms",
     "ours ÷ theirs",
     "faster",
+    "loop ms",
+    "faster than loop",
     "to reach",
     "per s",
     "ceiling ms",
@@ -160,7 +162,7 @@ def table(results: Sequence[Result]) -> Group:
     """Return a table of the measured results, their notes, and the reasons for missing results."""
     grid = Table(
         title="ours ÷ theirs: ratio of times, below 1 if ours is faster; "
-        "[10th, 90th percentile of rounds]"
+        "[10th, 90th percentile of rounds]; loop: torch.compile with reduce-overhead, fused AdamW"
     )
     for name in _COLUMNS:
         grid.add_column(name, justify="left" if name == "benchmark" else "right")
@@ -202,6 +204,7 @@ def _row(result: Result) -> list[str]:
         f"{result['theirs_ms']:.4g}",
         f"{result['ratio']:.3g} [{low:.3g}, {high:.3g}]",
         faster,
+        *_loop_cells(result),
         result["target"] + check,
         f"{result['ours_per_s']:,.0f} {result['unit']}",
         f"{result['ceiling_ms']:.3g}",
@@ -209,3 +212,10 @@ def _row(result: Result) -> list[str]:
         f"{result['mfu']:.0%}",
         "–" if None in peaks else " / ".join(f"{peak / 1e6:,.0f}" for peak in peaks),
     ]
+
+
+def _loop_cells(result: Result) -> tuple[str, str]:
+    """Return the time of the reduce-overhead loop, and how much faster ours is."""
+    if "loop_ms" not in result:
+        return "–", "–"
+    return f"{result['loop_ms']:.4g}", f"{result['faster_than_loop']:.3g}×"

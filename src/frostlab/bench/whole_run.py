@@ -42,7 +42,7 @@ from frostlab.recipe.load import load_recipe, recipe_from
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import Optim
 from frostlab.timing.flops import StepWork, step_work
-from frostlab.timing.interleave import PairTimes
+from frostlab.timing.interleave import PairTimes, SideTimes
 from frostlab.training.batches.batch import collate
 from frostlab.training.stages import steps_per_epoch
 from frostlab.training.state import evaluation_batch
@@ -103,10 +103,8 @@ def whole_run(settings: BenchSettings) -> Iterator[Result]:
     yield assemble_result(
         settings,
         PairTimes(
-            ours.seconds,
-            theirs.seconds,
-            _median(ours, "prepare_s"),
-            _median(theirs, "prepare_s"),
+            SideTimes(ours.seconds, _median(ours, "prepare_s")),
+            SideTimes(theirs.seconds, _median(theirs, "prepare_s")),
         ),
         StepWork(steps * work.flops, steps * work.parameters),
         steps * recipe.train.batch,
@@ -246,4 +244,4 @@ def _check_losses(settings: BenchSettings, recipe: Recipe, prepared: Prepared) -
 
     our_losses = first_losses(FrostlabLoop(model(), feed, _CHECKED, settings).step)
     trainer = TrainerLoop(Classifier(model()), FeedDataset(feed), _CHECKED, settings)
-    return check_losses(our_losses, trainer.first_losses(CHECKED_STEPS), settings.precision)
+    return check_losses(our_losses, settings.precision, theirs=trainer.first_losses(CHECKED_STEPS))

@@ -20,7 +20,14 @@ from frostlab.recipe.load import recipe_from
 from frostlab.recipe.settings import Train
 from frostlab.timing.flops import Ceilings
 from frostlab.timing.interleave import Driver, PairTimes, Step, interleave_pair
-from frostlab.training.batches.batch import Batch, Order, collate, row_lengths
+from frostlab.training.batches.batch import (
+    Batch,
+    Order,
+    collate,
+    padded_width,
+    padding_limit,
+    row_lengths,
+)
 from frostlab.training.batches.packing import pack, shapes_for
 from frostlab.training.batches.prefix import Prefix, build_prefix
 from frostlab.training.distributed import Compute
@@ -68,8 +75,9 @@ class BenchSettings:
         theirs: Callable[[], Driver],
         rounds: int,
         warm_up: int = 3,
+        loop: Callable[[], Step] | None = None,
     ) -> PairTimes:
-        """Time both sides in turn.
+        """Time both sides, and a third one if there is a `loop`, in turn.
 
         Unless the user sets the number of rounds, it is `rounds`, or at most 3 at small scale.
         """
@@ -81,6 +89,7 @@ class BenchSettings:
             steps_per_round=self.steps_per_round,
             warm_up=warm_up,
             seconds=self.seconds,
+            loop=loop,
         )
 
 
@@ -190,6 +199,26 @@ def packed_feed(tokens: Tokens, order: Order, pad: int) -> tuple[Feed, list[int]
     def feed(step: int) -> Batch:
         return pack(tokens, order[step % len(order)], pad, shapes=shapes)
 
+    return feed, [widths.index(width) for width in dict.fromkeys(widths)]
+
+
+def padded_feed(
+    tokens: Tokens, order: Order, pad: int, device: torch.device
+) -> tuple[Feed, list[int]]:
+    """Return a feed of padded batches of a few widths, and one step number for each width.
+
+    Every batch has a mask, so that a compiled model sees inputs of one kind.
+    """
+    limit = padding_limit(tokens, device)
+
+    def feed(step: int) -> Batch:
+        batch = collate(tokens, order[step % len(order)], pad, limit=limit)
+        ids = batch.inputs["input_ids"]
+        mask = batch.inputs.get("attention_mask", torch.ones_like(ids))
+        return replace(batch, inputs={"input_ids": ids, "attention_mask": mask})
+
+    longest = [int(tokens.lengths[rows].max()) for rows in order]
+    widths = longest if limit is None else [padded_width(length, limit) for length in longest]
     return feed, [widths.index(width) for width in dict.fromkeys(widths)]
 
 

@@ -49,7 +49,7 @@ def bench(
     benchmarks = chosen(names or [])
     if only_list:
         rows = [
-            (benchmark.name, f"{benchmark.work}; against {benchmark.against}; {benchmark.target}")
+            (benchmark.name, f"{benchmark.work}; against {benchmark.against}; {benchmark.targets}")
             for benchmark in benchmarks
         ]
         echo("\n".join(columns(rows)))

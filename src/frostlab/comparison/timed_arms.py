@@ -25,8 +25,8 @@ from frostlab.comparison.plan import Plan
 from frostlab.data.eeg.recordings import PreparedData
 from frostlab.data.prepare import prepare
 from frostlab.devices import (
+    captures_graphs,
     choose_device,
-    default_precision,
     release_cached_memory,
     runs_ahead,
     synchronize,
@@ -61,8 +61,7 @@ from frostlab.training.setup import (
     place_model,
     with_threads,
 )
-from frostlab.training.stages import stages_of, total_steps
-from frostlab.training.step import choose_kind
+from frostlab.training.stages import stages_of
 from frostlab.training.step.compiled import shape_key
 from frostlab.training.step.eager import Outcome, seed_step
 from frostlab.training.step.optimizer import optimizer_tensors
@@ -374,7 +373,7 @@ def time_arms(
     device = choose_device(str(device))
     clock = BlockClock(device)
     threads = recipes[baseline].train.threads  # time with as many threads as a training run
-    limit = _raised_recompile_limit(recipes.values(), prepared, device)
+    limit = _raised_recompile_limit(recipes.values(), device)
     with default_modes(device), with_threads(threads), limit:
         arms = build_arms(recipes, prepared, baseline)
         timed = place_arms(arms, prepared, device, say)
@@ -507,14 +506,10 @@ def _arm_timing(
 
 
 @contextmanager
-def _raised_recompile_limit(
-    recipes: Iterable[Recipe], prepared: PreparedData, device: torch.device
-) -> Iterator[None]:
-    """Raise torch's recompile limit in this context if any arm compiles its step."""
-    examples = len(prepared.splits["train"])
-    compute = Compute(device, default_precision(device))
-    steps = ((recipe.train.step, total_steps(recipe.train, examples)) for recipe in recipes)
-    if not any(choose_kind(kind, compute, count).compiles for kind, count in steps):
+def _raised_recompile_limit(recipes: Iterable[Recipe], device: torch.device) -> Iterator[None]:
+    """Raise torch's recompile limit in this context if any arm may compile its step."""
+    kinds = {recipe.train.step for recipe in recipes}
+    if "compiled" not in kinds and not (kinds - {"eager"} and captures_graphs(device)):
         yield
         return
     import torch._dynamo  # imported here because it takes seconds

@@ -27,12 +27,8 @@ from frostlab.recipe.recipe import Recipe
 from frostlab.roles.snapshot import Anatomy
 from frostlab.text import NONE, escaped, markdown
 from frostlab.timing.flops import savings
+from frostlab.timing.memory import estimated_memory
 
-_WEIGHT_BYTES = 4  # per parameter
-_STATE_BYTES = 12  # per trainable parameter: its gradient and Adam's two moments
-# Values that a transformer layer keeps for its backward pass, per token and unit of the width, and
-# bytes of dropout masks; attention kernels keep no scores (Korthikanti et al. 2022).
-_KEPT_VALUES, _MASK_BYTES = 16, 2
 _GIGABYTE = 1e9
 
 
@@ -132,19 +128,9 @@ def _flops_per_token(recipe: Recipe, planned: PlannedStage) -> float:
 
 def _memory(recipe: Recipe, parts: Anatomy, tokens: int) -> int:
     """Estimate the peak memory of a step: weights, gradients, moments, activations and logits."""
-    value = 2 if precision_of(recipe) == "bfloat16" else 4
-    widths = [
-        next((part.shape[1 - part.axis] for part in layer.parts if part.role == "query"), 0)
-        for layer in parts.layers
-    ]
-    kept = sum(widths) * (_KEPT_VALUES * value + _MASK_BYTES)
-    vocabulary = max(
-        (part.shape[0] for part in parts.parts if part.role == "embedding" and part.shape),
-        default=0,
-    )
-    logits = vocabulary * value if recipe.data.task == "language" else 0
-    state = _WEIGHT_BYTES * parts.count() + _STATE_BYTES * parts.count("trainable")
-    return state + tokens * (kept + logits)
+    value_bytes = 2 if precision_of(recipe) == "bfloat16" else 4
+    language = recipe.data.task == "language"
+    return round(estimated_memory(parts, value_bytes, language).of(tokens))
 
 
 # The page

@@ -187,9 +187,62 @@ def _weight_gradient(columns: list[Tensor], inputs: Tensor, axis: int) -> Tensor
     return rows.t() if axis else rows
 
 
-class SplitProjection(nn.Module, Split):
-    """A replacement for a linear module with some frozen rows."""
+class KeptProject(torch.autograd.Function):
+    """x · Wᵀ + b with fused tensors that a step keeps up to date (`SplitProjection.kept`).
 
+    The gradient of W has the trainable rows only. The gradient of b has all rows: one sum over all
+    of them is faster than a sum per span, and the optimizer reads only the trainable ones.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        trainable: Tensor | None,
+        trainable_bias: Tensor | None,
+        rows: Rows | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.rows = rows
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ weight
+        flat = grad.reshape(-1, grad.shape[-1])  # (N, out)
+        if ctx.needs_input_grad[3]:
+            columns = _trainable_columns(flat, ctx.rows)
+            grad_weight = _products(columns, x.reshape(-1, x.shape[-1]))
+        if ctx.needs_input_grad[4]:
+            grad_bias = flat.sum(0)
+        return grad_x, None, None, grad_weight, grad_bias, None
+
+
+def _products(columns: list[Tensor], inputs: Tensor) -> Tensor:
+    """Return the weight gradient as `_weight_gradient` does; matmuls write to its rows directly."""
+    if len(columns) == 1 or columns[0].dim() != 2 or torch.compiler.is_compiling():
+        return _weight_gradient(columns, inputs, 0)  # a compiler needs no copy to join matmuls
+    sizes = [span.shape[1] for span in columns]
+    rows = inputs.new_empty(sum(sizes), inputs.shape[1])
+    for span, out in zip(columns, rows.split(sizes), strict=True):
+        torch.mm(span.t(), inputs, out=out)
+    return rows
+
+
+class SplitProjection(nn.Module, Split):
+    """A replacement for a linear module with some frozen rows.
+
+    A step that keeps the fused weight and bias up to date itself sets `kept` to them while it runs,
+    and puts parameters that only receive gradients in the place of the trainable ones.
+    """
+
+    kept: dict[str, Tensor] | None = None
     trainable_weight: nn.Parameter | None
     frozen_weight: nn.Parameter | None
     trainable_bias: nn.Parameter | None
@@ -287,6 +340,11 @@ class SplitProjection(nn.Module, Split):
                     "frozen rows have requires_grad=True; to train them, call fl.thaw(model), or "
                     "fl.freeze(model, …) with a selection that leaves them out"
                 )
+        if (kept := self.kept) is not None:
+            x = x.to(kept["weight"].dtype)
+            leaves = (trainable, self.trainable_bias)
+            rows = self.frozen_rows.trainable
+            return KeptProject.apply(x, kept["weight"], kept.get("bias"), *leaves, rows)
         either = frozen if trainable is None else trainable
         assert either is not None
         dtype, device = either.dtype, x.device.type

@@ -12,8 +12,8 @@ The baseline has several copies, its controls. A copy can be a little faster or 
 builds, and so can an arm. The interval of an arm is therefore never narrower than the prediction
 interval for one more copy of the baseline.
 
-`interleave_pair` times two sides of a benchmark, one of which may be a training loop that cannot
-be called step by step.
+`interleave_pair` times the sides of a benchmark, one of which may be a training loop that cannot be
+called step by step.
 """
 
 import math
@@ -341,7 +341,7 @@ def drift_of(seconds: Sequence[float], began: Sequence[float], starts: Sequence[
     return Drift(float(np.exp(np.mean(changes))) if changes else 1.0, 60 * slope)
 
 
-# The two sides of a benchmark.
+# The sides of a benchmark.
 
 Step = Callable[[], object]
 AfterStep = Callable[[], bool]  # called after each step; True ends the loop
@@ -349,15 +349,21 @@ Driver = Callable[[AfterStep], object]  # a loop that takes its own steps, like 
 
 
 @dataclass
-class PairTimes:
-    """The seconds per step of both sides by round, and the cost of preparing each side."""
+class SideTimes:
+    """The seconds per step of one side by round, and the cost of preparing it."""
 
-    ours: list[float] = field(default_factory=list)
-    theirs: list[float] = field(default_factory=list)
-    ours_prepare_s: float = 0.0
-    theirs_prepare_s: float = 0.0
-    ours_peak_bytes: int | None = None
-    theirs_peak_bytes: int | None = None
+    seconds: list[float] = field(default_factory=list)
+    prepare_s: float = 0.0
+    peak_bytes: int | None = None
+
+
+@dataclass
+class PairTimes:
+    """The times of our side, of their side and, in some benchmarks, of a further loop."""
+
+    ours: SideTimes = field(default_factory=SideTimes)
+    theirs: SideTimes = field(default_factory=SideTimes)
+    loop: SideTimes | None = None
     steps_per_round: int = 1
 
     def to_dict(self, *, mean: bool = False) -> dict[str, Any]:
@@ -366,29 +372,37 @@ class PairTimes:
         Use means if steps differ in length, so that every step counts.
         """
         average = np.mean if mean else np.median
-        ours, theirs = (round(1e3 * float(average(side)), 5) for side in (self.ours, self.theirs))
-        ratios = np.array(self.ours) / np.array(self.theirs)
+        sides = {"ours": self.ours, "theirs": self.theirs}
+        if self.loop is not None:
+            sides["loop"] = self.loop
+        ms = {name: round(1e3 * float(average(side.seconds)), 5) for name, side in sides.items()}
+        ratios = np.array(self.ours.seconds) / np.array(self.theirs.seconds)
         memory = None
-        if self.ours_peak_bytes is not None and self.theirs_peak_bytes:
-            memory = self.ours_peak_bytes / self.theirs_peak_bytes
-        return {
-            "ours_ms": ours,
-            "theirs_ms": theirs,
+        if self.ours.peak_bytes is not None and self.theirs.peak_bytes:
+            memory = self.ours.peak_bytes / self.theirs.peak_bytes
+        result = {
+            **{f"{name}_ms": value for name, value in ms.items()},
             "statistic": "mean of rounds" if mean else "median of rounds",
-            "ratio": ours / theirs,
+            "ratio": ms["ours"] / ms["theirs"],
             "ratio_paired_median": float(np.median(ratios)),
             "ratio_p10": float(np.quantile(ratios, 0.1)),
             "ratio_p90": float(np.quantile(ratios, 0.9)),
             "ratio_is": "our time over theirs; below 1 ours is faster",
-            "faster": theirs / ours,
+            "faster": ms["theirs"] / ms["ours"],
             "rounds": len(ratios),
             "steps_per_round": self.steps_per_round,
-            "ours_prepare_s": round(self.ours_prepare_s, 3),
-            "theirs_prepare_s": round(self.theirs_prepare_s, 3),
-            "ours_peak_bytes": self.ours_peak_bytes,
-            "theirs_peak_bytes": self.theirs_peak_bytes,
+            **{f"{name}_prepare_s": round(side.prepare_s, 3) for name, side in sides.items()},
+            **{f"{name}_peak_bytes": side.peak_bytes for name, side in sides.items()},
             "memory_ratio": memory,
         }
+        if self.loop is not None:
+            to_loop = np.array(self.loop.seconds) / np.array(self.ours.seconds)
+            result |= {
+                "faster_than_loop": ms["loop"] / ms["ours"],
+                "faster_than_loop_p10": float(np.quantile(to_loop, 0.1)),
+                "faster_than_loop_p90": float(np.quantile(to_loop, 0.9)),
+            }
+        return result
 
 
 def interleave_pair(
@@ -400,29 +414,41 @@ def interleave_pair(
     steps_per_round: int,
     warm_up: int = 3,
     seconds: float | None = None,
+    loop: Callable[[], Step] | None = None,
 ) -> PairTimes:
-    """Build and warm up our side, then their side, then time both in turn.
+    """Build and warm up our side, then `loop` if there is one, then their side; time all in turn.
 
     The peak memory of a side covers its build and its warm-up, with the capture of a CUDA graph if
     it has one. `seconds` limits the time of the timed rounds, of which there are at least three if
     `rounds` allows.
     """
     times = PairTimes(steps_per_round=steps_per_round)
-    meter = Meter(device)
-    step = ours()
-    for _ in range(warm_up):
-        step()
-    times.ours_prepare_s, times.ours_peak_bytes = meter.read()
+    timed = [(_warmed(ours, times.ours, device, warm_up), times.ours)]
+    if loop is not None:
+        times.loop = SideTimes()
+        timed.append((_warmed(loop, times.loop, device, warm_up), times.loop))
     meter = Meter(device)
 
     def on_warm() -> None:
-        times.theirs_prepare_s, times.theirs_peak_bytes = meter.read()
+        times.theirs.prepare_s, times.theirs.peak_bytes = meter.read()
 
     timer = _PairTimer(
-        step, times, device, rounds=rounds, warm_up=warm_up, seconds=seconds, on_warm=on_warm
+        timed, times, device, rounds=rounds, warm_up=warm_up, seconds=seconds, on_warm=on_warm
     )  # fmt: skip
     theirs()(timer.after_step)
     return times
+
+
+def _warmed(
+    build: Callable[[], Step], times: SideTimes, device: torch.device, warm_up: int
+) -> Step:
+    """Build a side, take its warm-up steps, and write down what that cost."""
+    meter = Meter(device)
+    step = build()
+    for _ in range(warm_up):
+        step()
+    times.prepare_s, times.peak_bytes = meter.read()
+    return step
 
 
 def as_driver(step: Step) -> Driver:
@@ -436,18 +462,18 @@ def as_driver(step: Step) -> Driver:
     return drive
 
 
-def pair_order(rounds: int) -> Iterator[str]:
-    """Yield the side of each timed block: theirs first in even rounds, ours first in odd rounds."""
+def side_order(rounds: int, sides: int) -> Iterator[int]:
+    """Yield the side of each timed block: 0, 1, … in even rounds, in reverse in odd rounds."""
     for number in range(rounds):
-        yield from ("theirs", "ours") if number % 2 == 0 else ("ours", "theirs")
+        yield from range(sides) if number % 2 == 0 else reversed(range(sides))
 
 
 class _PairTimer:
-    """A timer that their loop calls after each step; it takes our blocks when it is our turn."""
+    """A timer that their loop calls after each step; it takes the other sides' blocks in turn."""
 
     def __init__(
         self,
-        our_step: Step,
+        others: Sequence[tuple[Step, SideTimes]],
         times: PairTimes,
         device: torch.device,
         *,
@@ -456,18 +482,16 @@ class _PairTimer:
         seconds: float | None,
         on_warm: Callable[[], object],
     ) -> None:
-        self.our_step, self.times, self.device = our_step, times, device
-        self.block, self.order, self.seconds = (  # steps per block, side of each block, limit
-            times.steps_per_round,
-            list(pair_order(rounds)),
-            seconds,
-        )
+        self.others, self.theirs, self.device = others, times.theirs, device
+        self.block, self.seconds = times.steps_per_round, seconds  # steps per block, limit
+        self.sides = 1 + len(others)
+        self.order = list(side_order(rounds, self.sides))  # their side is 0
         self.steps_left, self.on_warm, self.warming = warm_up, on_warm, True
-        self.done = 0  # timed blocks of both sides
+        self.done = 0  # timed blocks of all sides
         self.start = self.block_began = 0.0
 
     def after_step(self) -> bool:
-        """Count one of their steps and take our next blocks; return True when timing is done."""
+        """Count one of their steps, and take the others' next blocks; return True at the end."""
         self.steps_left -= 1
         if self.steps_left > 0:
             return False
@@ -476,13 +500,14 @@ class _PairTimer:
             self.warming, self.start = False, now
             self.on_warm()
         else:
-            self.times.theirs.append((now - self.block_began) / self.block)
+            self.theirs.seconds.append((now - self.block_began) / self.block)
             self.done += 1
-        while not self._over() and self.order[self.done] == "ours":
+        while not self._over() and self.order[self.done] > 0:
+            step, times = self.others[self.order[self.done] - 1]
             began = self._now()
             for _ in range(self.block):
-                self.our_step()
-            self.times.ours.append((self._now() - began) / self.block)
+                step()
+            times.seconds.append((self._now() - began) / self.block)
             self.done += 1
         if self._over():
             return True
@@ -494,7 +519,7 @@ class _PairTimer:
         if self.done == len(self.order):
             return True
         late = self.seconds is not None and self._now() - self.start > self.seconds
-        return late and self.done % 2 == 0 and self.done >= 2 * _FEWEST_ROUNDS
+        return late and self.done % self.sides == 0 and self.done >= self.sides * _FEWEST_ROUNDS
 
     def _now(self) -> float:
         synchronize(self.device)

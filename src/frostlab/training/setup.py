@@ -24,10 +24,11 @@ from torch import Tensor, nn
 
 from frostlab.data.eeg.recordings import PreparedData, as_token_data
 from frostlab.data.prepare import prepare
-from frostlab.data.tokens import Prepared
-from frostlab.devices import default_precision
+from frostlab.data.tokens import Prepared, Tokens
+from frostlab.devices import default_precision, free_bytes
 from frostlab.errors import BadInput, FrostlabError, UnfinishedRun, first_line
 from frostlab.models.build import build_for, config_json, weight_source
+from frostlab.models.stack import take_apart
 from frostlab.recipe.model import PretrainedModel
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import Train
@@ -36,8 +37,10 @@ from frostlab.records.folder import RunRecord, finished_status
 from frostlab.records.model_files import build_stored
 from frostlab.records.schema import Stage as StageRecord
 from frostlab.records.schema import read
+from frostlab.roles.read import anatomy
 from frostlab.storage import file_digest, finite
 from frostlab.surgery.audit import Audit
+from frostlab.timing.memory import estimated_memory, least_memory
 from frostlab.training.batches.batch import TokenExamples, collate, evaluation_order
 from frostlab.training.batches.feed import Feed, packs_examples
 from frostlab.training.batches.prefix import build_prefix, check_prefix, prefix_depth
@@ -240,10 +243,24 @@ def make_step(
         recipe.train,
         compute,
         steps=current.stage.steps,
+        tokens=_tokens_per_step(recipe, prepared, compute),
         unused=_has_unused(current, recipe, prepared, task, compute),
         lr_scales=lr_scales(current.model, current.stage, current.index, current.entered),
         watches_inside=watches_inside,
     )
+
+
+def _tokens_per_step(recipe: Recipe, prepared: PreparedData, compute: Compute) -> float:
+    """Return the mean number of tokens, or EEG samples, that a process reads in a step."""
+    return recipe.train.batch / compute.world.size * _mean_length(recipe, prepared)
+
+
+def _mean_length(recipe: Recipe, prepared: PreparedData) -> float:
+    """Return the mean length of a training example in its batch, padding only if it is fixed."""
+    train = prepared.splits["train"]
+    if recipe.train.batching == "fixed" or not isinstance(train, Tokens):
+        return float(recipe.data.length)
+    return max(1.0, float(train.lengths.mean()) - (prepared.task == "language"))
 
 
 def _has_unused(
@@ -279,6 +296,35 @@ def check_model(
     check_stack(task.objective(model, recipe), prepared, wants_types(model), packs)
     if recipe.train.cache_prefix is not None and not recipe.stages:
         check_prefix(model, prepared, recipe.train, precision)
+
+
+def check_memory(
+    model: nn.Module, recipe: Recipe, prepared: PreparedData, compute: Compute
+) -> None:
+    """Refuse a batch that cannot fit on the device: a bound of its step exceeds the free memory.
+
+    Only texts in a model of known layers are checked, on devices that tell their free memory.
+    """
+    free, train, world = free_bytes(compute.device), recipe.train, compute.world
+    if free is None or take_apart(model) is None or train.parallel == "fsdp":
+        return
+    parts, examples = anatomy(model), len(prepared.splits["train"])
+    # some batch is at least as long as all of them on average, whatever the order
+    length = _mean_length(recipe, prepared)
+    at_once = train.accumulate * world.size  # parts of a batch, of which the device holds one
+    least = least_memory(parts, compute.precision.itemsize)
+    needed = least.of(min(train.batch, examples) / at_once * length)
+    if needed <= free:
+        return
+    problem = (
+        f"train.batch {train.batch} cannot fit: a step needs at least {needed / 1e9:.3g} GB, and "
+        f"{compute.device} has {free / 1e9:.3g} GB free"
+    )
+    estimate = estimated_memory(parts, compute.precision.itemsize, language=False)
+    largest = int(estimate.tokens_in(free) / length) * at_once
+    if largest < at_once:
+        raise BadInput(f"{problem}; this model is too large for it with any batch")
+    raise BadInput(f"{problem}; about {largest} would fit, or more with train.accumulate")
 
 
 def _try_longest_example(model: nn.Module, prepared: Prepared, name: str) -> None:
@@ -325,6 +371,7 @@ def assemble(recipe: Recipe, prepared: PreparedData, task: Task, compute: Comput
     check_model(built, recipe, prepared, task, compute.precision)
     check_stages(built.model, recipe, stages, prepared, compute.precision)
     entered = enter_stage(built.model, recipe, stages[0], 0, built.entered)
+    check_memory(built.model, recipe, prepared, compute)
     built = replace(built, entered=entered)
     current = _audited(place_model(built, recipe, stages[0], 0, task, compute), recipe)
     digests["frozen"] = {} if current.audit is None else current.audit.digests

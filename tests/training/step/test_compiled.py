@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import frostlab as fl
 from frostlab.models.stack import take_apart
 from frostlab.training.step.compiled import join_linears, joining_backend, partly_frozen_linear
+from frostlab.training.step.optimizer import Bf16Copies
 from packed import build, exactly
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
@@ -132,6 +133,36 @@ def test_the_backend_compiles_layers_with_some_rows_frozen(name: str) -> None:
         layer.compile(backend=joining_backend)
     for made, expected in zip(gradients(model, run), wanted, strict=True):
         torch.testing.assert_close(made, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("freeze", ["key", "query"])
+def test_the_backend_compiles_layers_that_read_a_kept_weight(freeze: str) -> None:
+    """The bf16 gradients of eager layers, from one compilation for all layers."""
+    model: Any = build("gpt classifier").eval()
+    fl.freeze(model, freeze)
+    copies, ids, compiled = Bf16Copies(model), torch.randint(5, 60, (2, 9)), []
+
+    def backend(module: GraphModule, inputs: Any) -> Any:
+        compiled.append(module)
+        return joining_backend(module, inputs)
+
+    def gradients_of_copies() -> list[Tensor]:
+        copies.clear()
+        model.zero_grad()
+        with copies.in_place(), torch.autocast("cpu", torch.bfloat16):
+            model(ids).square().sum().backward()
+        found = [copies.gradient(p) for p in model.parameters() if p.requires_grad]
+        return [gradient.float() for gradient in found if gradient is not None]
+
+    wanted = gradients_of_copies()
+    for layer in model.blocks:
+        layer.compile(backend=backend)
+    found = gradients_of_copies()
+    assert len(compiled) == 1
+    assert len(found) == len(wanted) == sum(p.requires_grad for p in model.parameters())
+    for made, expected in zip(found, wanted, strict=True):
+        assert float((made - expected).norm() / expected.norm()) < 2e-2
 
 
 class Two(nn.Module):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,19 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.training.step import head_loss as module
-from frostlab.training.step.head_loss import head_loss
+from frostlab.training.step.head_loss import (
+    TiedGradient,
+    add_rows,
+    expect_gradient,
+    head_loss,
+)
 from heads import assert_same, gradients, inputs, plain
 
 ROOT = Path(__file__).parents[3]
@@ -102,6 +108,87 @@ def test_a_tied_head_adds_both_gradients() -> None:
     ours = head_loss(F.embedding(tokens, weight), weight, targets)[0]
     theirs = plain([F.embedding(tokens, weight)], weight, targets)[0]
     assert_same(gradients(ours, [weight]), gradients(theirs, [weight]))
+
+
+class Tied(nn.Module):
+    """An embedding and a head with one weight."""
+
+    def __init__(self, classes: int, width: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(classes, width, dtype=torch.float64)
+
+    def loss(self, ids: Tensor, targets: Tensor, tied: TiedGradient | None) -> Tensor:
+        weight = self.tokens.weight
+        with nullcontext() if tied is None else tied.embedding_of(self, weight):
+            x = self.tokens(ids)
+        return head_loss(x.tanh(), weight, targets, tied=tied)[0] / 7
+
+
+class Operators(TorchDispatchMode):
+    """Record which operators run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_tied_embedding_adds_its_rows_to_the_heads_gradient() -> None:
+    """In place, with ids that repeat, and for a graph that is kept; otherwise as torch does."""
+    model, ids, targets = Tied(11, 4), torch.randint(4, (2, 9)), torch.randint(11, (2, 9))
+    weight = model.tokens.weight
+    expected = gradients(model.loss(ids, targets, None), [weight])
+    total = model.loss(ids, targets, TiedGradient())
+    for _ in range(2):
+        assert_same(torch.autograd.grad(total, [weight], retain_graph=True), expected)
+    made = total.grad_fn.next_functions[0][0].saved_tensors[0].data_ptr()  # type: ignore[union-attr]
+    with Operators() as ran:
+        total.backward()
+    assert weight.grad is not None
+    assert_same([weight.grad], expected)
+    assert weight.grad.data_ptr() == made, "no copy and no sum"
+    assert not any("embedding" in name for name in ran.names)
+    assert "forward" not in vars(model.tokens)
+    # a loss that does not reach the head, and an embedding whose padding learns nothing
+    tied = TiedGradient()
+    with tied.embedding_of(model, weight):
+        x = model.tokens(ids)
+    assert_same(gradients(x.sum(), [weight]), gradients(F.embedding(ids, weight).sum(), [weight]))
+    model.tokens.padding_idx = 2
+    expected = gradients(model.loss(ids, targets, None), [weight])
+    assert_same(gradients(model.loss(ids, targets, TiedGradient()), [weight]), expected)
+
+
+@pytest.mark.parametrize(("count", "classes"), [(40, 11), (7, 50), (1, 3)])
+def test_rows_are_added_to_the_rows_of_their_ids(count: int, classes: int) -> None:
+    """As on a GPU; with as many ids as rows, and with fewer."""
+    total, rows = (torch.randn(n, 4, dtype=torch.float64) for n in (classes, count))
+    ids = torch.randint(classes, (count,))
+    ids[count // 2 :] = ids[0]
+    expected = total.clone().index_add_(0, ids, rows)
+    add_rows(total, ids, rows)
+    assert_same([total], [expected])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_copy_of_the_weight_is_not_cast_again(dtype: torch.dtype) -> None:
+    """A copy in the dtype of the products gives the same bits; another one is not used."""
+    hidden, weight, _, targets = inputs(11, 4, (10,), dtype=torch.float32)
+    found = []
+    for copy in (None, weight.detach().to(dtype)):
+        with torch.autocast("cpu", torch.bfloat16):
+            total, _ = head_loss(hidden, weight, targets, copy=copy)
+        found.append([total, *gradients(total, [*hidden, weight])])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        other, _ = head_loss(hidden, weight, targets, copy=2 * weight.detach().to(dtype))
+    assert torch.equal(other, found[0][0]) == (dtype == torch.float32)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "expanded", "sliced"])
@@ -290,6 +377,30 @@ def test_the_way_of_devices_needs_no_look_at_values(
         hidden[0][targets == 3] = torch.nan
     total, _ = head_loss(hidden, weight, targets, **options)
     assert_same(gradients(total, leaves), made)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_an_announced_gradient_is_not_multiplied_again(
+    announced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On devices; a gradient other than the announced one is right, too."""
+    hidden, weight, bias, targets = inputs(11, 4, (10, 2), layers=2)
+    leaves = [*hidden, weight, bias]
+    options: dict[str, Any] = {"bias": bias, "weights": [0.3, 2.0]}
+    expected = plain(hidden, weight, targets, **options)[0]
+    monkeypatch.setattr(module, "on_host", lambda _: False)
+    factor = torch.tensor(0.37, dtype=torch.float64)
+    for upstream in (factor, torch.tensor(0.5, dtype=torch.float64)):
+        with expect_gradient(factor) if announced else nullcontext():
+            total, _ = head_loss(hidden, weight, targets, **options)
+        assert_same([total], [expected])
+        wanted = torch.autograd.grad(expected, leaves, upstream, retain_graph=True)
+        assert_same(torch.autograd.grad(total, leaves, upstream, retain_graph=True), wanted)
+        with Operators() as ran:
+            made = torch.autograd.grad(total, leaves, upstream)
+        assert_same(made, wanted)
+        scales = any(name.startswith("aten.mul_") for name in ran.names)
+        assert scales == (not announced or upstream is not factor)
 
 
 class Largest(TorchDispatchMode):

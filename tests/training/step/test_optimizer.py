@@ -1,5 +1,8 @@
 """Learning rates follow their schedules; bf16 copies give the gradients of autocast."""
 
+import ctypes
+import sys
+import types
 from typing import Any
 
 import numpy as np
@@ -10,11 +13,17 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 
 import frostlab as fl
 from frostlab.recipe.settings import Optim, StepDecay
+from frostlab.surgery.split import SplitProjection
 from frostlab.training.batches.batch import Batch, collate
 from frostlab.training.distributed import Compute
 from frostlab.training.step.eager import EagerStep
 from frostlab.training.step.objective import Objective
-from frostlab.training.step.optimizer import Bf16Copies, rate_at, warmup_steps
+from frostlab.training.step.optimizer import (
+    Bf16Copies,
+    build_optimizer,
+    rate_at,
+    warmup_steps,
+)
 from packed import MODELS, PAD, build, classifies, tokens
 
 CPU = torch.device("cpu")
@@ -71,14 +80,22 @@ def all_gradients(step: EagerStep, parts: list[Batch]) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    "frozen", [(), ("query", "key"), ("key",), ("query",), ("query.bias", "key"), ("value.weight",)]
+)
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_autocast_to_the_bit(name: str, frozen: bool) -> None:
+def test_gradients_are_those_of_autocast_to_the_bit(name: str, frozen: tuple[str, ...]) -> None:
     model = build(name).eval()
+    if "query.bias" in frozen and name.startswith(("llama", "decoder")):
+        pytest.skip("it has no biases")
     if frozen:
-        fl.freeze(model, "query", "key")
+        fl.freeze(model, *frozen)
     copies = Bf16Copies(model)
     assert copies
+    split = [module for module in model.modules() if isinstance(module, SplitProjection)]
+    copied = {id(entry.parameter) for entry in copies._entries}
+    if not name.startswith("gpt2"):  # whose weights are (in, out): their rows are not contiguous
+        assert all(id(p) in copied for module in split for p in module.parameters())
     wanted = all_gradients(step_with(model, None), [batch(name)])
     found = all_gradients(step_with(model, copies), [batch(name)])
     assert found.keys() == wanted.keys()
@@ -87,7 +104,7 @@ def test_gradients_are_those_of_autocast_to_the_bit(name: str, frozen: bool) -> 
 
 
 def test_what_is_copied() -> None:
-    """Linear maps of layers; not what is tied, watched, in half precision, or outside of them."""
+    """Linear maps of layers, but not what is tied, watched or in half precision; and the head."""
     model: Any = build("gpt")
     names = {id(p): name for name, p in model.named_parameters()}
     model.blocks[0].up.weight.register_hook(lambda gradient: gradient)
@@ -100,7 +117,7 @@ def test_what_is_copied() -> None:
     expected = {f"blocks.{i}.{name}" for i in range(2) for name in layer}
     left_out = {"blocks.0.up.weight", "blocks.0.down.weight", "blocks.1.down.weight",
                 "blocks.1.out.weight", "blocks.1.out.bias"}  # fmt: skip
-    assert copied == expected - left_out
+    assert copied == (expected - left_out) | {"tokens.weight"}, "the head, which is tied"
     assert not Bf16Copies(nn.Sequential(nn.Linear(2, 2)))  # a model that is not known
 
 
@@ -117,10 +134,34 @@ def test_copies_follow_their_weights() -> None:
     up.requires_grad_(True)
     model.load_state_dict(build("gpt classifier", seed=1).state_dict())
     copies.refresh()
-    copy = copies.of(up.weight)
-    assert copy is not None
-    assert copy.requires_grad
-    assert torch.equal(copy, up.weight.bfloat16())
+    (copy,) = (entry for entry in copies._entries if entry.parameter is up.weight)
+    assert copy.leaf is not None
+    assert copy.leaf.requires_grad
+    assert torch.equal(copy.values, up.weight.bfloat16())
+
+
+@pytest.mark.parametrize("frozen", [("key",), ("query",), ("query", "key")])
+def test_a_fused_copy_has_the_rows_of_its_parts(frozen: tuple[str, ...]) -> None:
+    """Trainable and frozen rows, also after they change; gradients only of the trainable ones."""
+    whole, model = build("gpt classifier"), build("gpt classifier")
+    fl.freeze(model, *frozen)
+    copies = Bf16Copies(model)
+    for weights in (whole, build("gpt classifier", seed=1)):
+        state = weights.state_dict()
+        model.load_state_dict(state)
+        with copies.in_place():
+            for i, block in enumerate(model.blocks):  # type: ignore[arg-type,union-attr]
+                for local, fused in block.qkv.kept.items():  # type: ignore[union-attr]
+                    assert torch.equal(fused, state[f"blocks.{i}.qkv.{local}"].bfloat16())
+    step = step_with(model, copies)
+    step.gradients([batch("gpt classifier")], 8)
+    total, clip, broken = step._measure()
+    gradients = [g.float() for p in model.parameters() if (g := step._gradient(p)) is not None]
+    shapes = [p.shape for p in model.parameters() if p.requires_grad]
+    assert [g.shape for g in gradients] == shapes
+    expected = torch.stack([g.norm() for g in gradients]).norm()
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=0.0)
+    assert (float(clip), int(broken)) == (1.0, -1)
 
 
 def test_a_model_is_whole_again_whatever_happens() -> None:
@@ -143,3 +184,68 @@ def test_several_parts_are_added_up_in_float32() -> None:
     step = step_with(model, Bf16Copies(model))
     step.gradients(parts, 8)
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def at_address(address: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Return the memory at an address as a tensor, as a kernel sees it."""
+    width = torch.empty((), dtype=dtype).element_size()
+    memory = (ctypes.c_char * (size * width)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+def adamw_blocks(
+    table: Tensor, owners: Tensor, starts: Tensor, *given: Any, **options: Any
+) -> None:
+    """Do what the kernel does, row by row of its table."""
+    decays, correction1, correction2, rates, rate_indices, scale, stopped, sums = given
+    assert scale is stopped is sums is None
+    (beta1, beta2), eps, columns = options["betas"], options["eps"], options["columns"]
+    for i, row in enumerate(table.view(-1, columns).tolist()):
+        weight, mean, square, gradient, copy, size, half = row
+        p, m, v = (at_address(address, size, torch.float32) for address in (weight, mean, square))
+        g = at_address(gradient, size, torch.bfloat16 if half else torch.float32).float()
+        lr = rates.reshape(-1)[rate_indices[i]]
+        p -= lr * decays[i] * p
+        m += (1 - beta1) * (g - m)
+        v.mul_(beta2).add_((1 - beta2) * g * g)
+        p -= lr / correction1[i] * m / (v.sqrt() / correction2[i].sqrt() + eps)
+        if copy:
+            at_address(copy, size, torch.bfloat16).copy_(p)
+        blocks = starts[owners == i].tolist()
+        assert blocks == list(range(0, size, options["block"]))
+
+
+@pytest.mark.parametrize("name", ["gpt classifier", "gpt"])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("frozen", [(), ("key",), ("query",), ("query", "key"), ("query.bias",)])
+def test_the_kernels_table_has_every_stretch_once(
+    frozen: tuple[str, ...], parts: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for the kernel, steps are torch's, and copies follow; also of split rows."""
+    kernels = types.ModuleType("kernels")
+    kernels.adamw_blocks = adamw_blocks  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "frostlab.training.step.kernels", kernels)
+    model, twin = (build(name).eval() for _ in range(2))
+    for each in (model, twin):
+        if frozen:
+            fl.freeze(each, *frozen)
+    optim, copies = Optim(lr=1e-2, decay=0.1), Bf16Copies(model)
+    ours = build_optimizer(model, optim, True, copies=copies)
+    theirs = build_optimizer(twin, optim, True)
+    step = EagerStep(Objective(model), ours, Compute(CPU, torch.bfloat16), None, copies=copies)
+    rows = np.arange(8).reshape(parts, -1)
+    batches = [collate(tokens(labels=classifies(name)), row, PAD) for row in rows]
+    for _ in range(3):
+        step.gradients(batches, 8)
+        for p, other in zip(model.parameters(), twin.parameters(), strict=True):
+            gradient = step._gradient(p)
+            other.grad = None if gradient is None else gradient.float()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        for entry in copies._entries:
+            assert torch.equal(entry.values, entry.parameter.bfloat16()), entry.name
+        for p, other in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p, other, rtol=1e-5, atol=1e-6)
+    assert ours.state_dict()["state"].keys() == theirs.state_dict()["state"].keys()
+    assert all(float(state["step"]) == 3 for state in ours.state.values())

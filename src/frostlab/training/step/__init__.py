@@ -1,14 +1,18 @@
 """Choose and build the kind of step a run takes: eager, compiled, or captured in a CUDA graph."""
 
+import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from frostlab.devices import captures_graphs, runs_ahead
 from frostlab.recipe.settings import Optim, StepKind, Train
-from frostlab.training.distributed import Compute, wrap_model
+from frostlab.storage import cache_folder
+from frostlab.training.distributed import Compute, blocks, wrap_model
 from frostlab.training.step.captured import CapturedStep
 from frostlab.training.step.compiled import CompiledStep
 from frostlab.training.step.eager import EagerStep
@@ -16,9 +20,51 @@ from frostlab.training.step.head_loss import has_kernel
 from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import Bf16Copies, build_optimizer
 
-# Captured steps are compiled only in stages of at least this many steps: compiling takes seconds,
-# and saves milliseconds per step (measured by benchmarks/kinds.py).
-WORTH_COMPILING = 3000
+# Measured by benchmarks/kinds.py on an H200 (docs/measurements.md, "Kinds of step"). Compiling a
+# captured step saves elementwise work: 58 to 72 picoseconds per token, layer and unit of the width,
+# in BERT and GPT. It adds these seconds to the start of a run.
+_SAVED_PER_UNIT = 60e-12
+_COMPILE_SECONDS = {"GPT": 4.0, "Decoder": 4.0, "Conformer": 15.0}  # by the model's class
+_OTHER_COMPILE_SECONDS = 8.0  # BERT's
+_USUAL_SAVED = 2e-3  # seconds per step, where the size of a step is not known
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+_SHARED_BY = 2  # runs that share compiled code at least, such as two arms or two seeds
+
+
+@dataclass(frozen=True)
+class CompileCost:
+    """The seconds that compiling saves in every captured step, and those that it takes once."""
+
+    saved: float
+    taken: float
+
+    def pays(self, steps: int) -> bool:
+        """Return whether compiling saves time in such stages of the runs that share its code."""
+        return _SHARED_BY * steps * self.saved > self.taken
+
+    def describe(self, steps: int) -> str:
+        """Say what compiling would save and take."""
+        return f"compiling takes about {self.taken:.0f} s to save {steps * self.saved:.2g} s a run"
+
+
+def compile_cost(model: nn.Module, tokens: float | None) -> CompileCost:
+    """Estimate the cost of compiling the steps of a model over `tokens` tokens on average.
+
+    The estimate depends on the model and its batches alone, not on times or caches of this machine,
+    because compiled layers round differently: the same recipe shall give the same numbers.
+    """
+    taken = _COMPILE_SECONDS.get(type(model).__name__, _OTHER_COMPILE_SECONDS)
+    widths = [_width(block) for block in blocks(model)]
+    if tokens is None or not any(widths):
+        return CompileCost(_USUAL_SAVED, taken)
+    return CompileCost(_SAVED_PER_UNIT * tokens * sum(widths), taken)
+
+
+def _width(block: nn.Module) -> int:
+    """Return the width of a layer: the size of its largest norm, or 0 without one."""
+    norms = (module for module in block.modules() if "Norm" in type(module).__name__)
+    weights = (getattr(norm, "weight", None) for norm in norms)
+    return max((w.numel() for w in weights if isinstance(w, Tensor)), default=0)
 
 
 @dataclass(frozen=True)
@@ -31,11 +77,16 @@ class Choice:
 
 
 def choose_kind(
-    wanted: StepKind, compute: Compute, steps: int, watches_inside: bool = False
+    wanted: StepKind,
+    compute: Compute,
+    steps: int,
+    cost: CompileCost,
+    watches_inside: bool = False,
 ) -> Choice:
     """Return the wanted kind of step, or eager if that kind cannot work; `auto` wants captured.
 
-    `watches_inside`: whether the gradient-flow measurement reads activations of the forward pass.
+    A captured step is compiled if that saves time in a stage of `steps` steps. `watches_inside`:
+    whether the gradient-flow measurement reads activations of the forward pass.
     """
     if wanted == "eager":
         return Choice("eager", False, "asked for")
@@ -51,8 +102,8 @@ def choose_kind(
     if wanted == "compiled":
         return Choice("compiled", True, "asked for")
     reason = "the fastest on CUDA" if wanted == "auto" else "asked for"
-    if steps < WORTH_COMPILING:
-        return Choice("captured", False, f"{reason}; {steps} steps are too few to compile for")
+    if not cost.pays(steps):
+        return Choice("captured", False, f"{reason}; {cost.describe(steps)}")
     return Choice("captured", True, reason)
 
 
@@ -63,6 +114,7 @@ def build_step(
     compute: Compute,
     *,
     steps: int,
+    tokens: float | None = None,
     unused: bool = False,
     lr_scales: Mapping[str, float] | None = None,
     watches_inside: bool = False,
@@ -70,12 +122,16 @@ def build_step(
     """Build the step that `choose_kind` chooses, and its optimizer, for a stage of `steps` steps.
 
     Args:
+        tokens: tokens, or EEG samples, that this process reads per step on average; None: unknown.
         unused: whether some trainable parameters get no gradient.
         lr_scales: factors of the learning rate by parameter name; the default factor is 1.
         watches_inside: whether the gradient-flow measurement reads activations.
     """
     world = compute.world
-    choice = choose_kind(train.step, compute, steps, watches_inside)
+    cost = compile_cost(objective.model, tokens)
+    choice = choose_kind(train.step, compute, steps, cost, watches_inside)
+    if choice.compiles:
+        keep_compiled_code()
     wrapped = wrap_model(objective, world, train.parallel, unused)
     sharded = world.size > 1 and train.parallel == "fsdp"
     copies = None
@@ -96,6 +152,19 @@ def build_step(
     if choice.kind == "compiled":
         return CompiledStep(wrapped, optimizer, compute, optim.clip, choice.reason, copies)
     return EagerStep(wrapped, optimizer, compute, optim.clip, choice.reason, copies)
+
+
+def keep_compiled_code() -> None:
+    """Let torch store compiled code in frostlab's cache, so that later runs need not compile again.
+
+    A folder that the user has chosen, in TORCHINDUCTOR_CACHE_DIR, stays. Torch sets this variable
+    to a temporary folder as soon as its compiler is imported; that folder is replaced.
+    """
+    chosen = Path(os.environ.get(_COMPILED, ""))
+    temporary = Path(tempfile.gettempdir()).resolve()
+    is_default = chosen.name.startswith("torchinductor_") and chosen.parent.resolve() == temporary
+    if _COMPILED not in os.environ or is_default:
+        os.environ[_COMPILED] = str(cache_folder(None) / "compiled")
 
 
 def _bf16_copies(model: nn.Module) -> Bf16Copies | None:

@@ -20,6 +20,7 @@ from frostlab.training.distributed import (
     full_tensor,
     preserve_buffers,
 )
+from frostlab.training.step.head_loss import expect_gradient
 from frostlab.training.step.optimizer import Bf16Copies, apply_update, prepare_update, skip_update
 
 
@@ -156,19 +157,21 @@ class EagerStep:
 
     def _backward(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
         total = torch.zeros((), device=self.device)
+        # DDP and FSDP average gradients, so each process multiplies by their number
+        factor = torch.full((), float(self.compute.world.size), device=self.device) / scored
         for i, part in enumerate(parts):
             with accumulate_gradients(self.objective, last=i == len(parts) - 1):
-                with self.compute.autocast(), self._listening():
-                    loss = self.objective(part) / scored
-                (loss * self.compute.world.size).backward()  # DDP and FSDP average gradients
-            total += loss.detach()
+                with self.compute.autocast(), self._listening(), expect_gradient(factor):
+                    loss = self.objective(part)
+                loss.backward(factor.to(loss.dtype))
+            total += loss.detach() / scored
         return total
 
     def _measure(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradient norm, the clip factor, and the index for `Outcome.broken`."""
         by_dtype: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = {}
         for p in self.parameters:
-            if (gradient := self._gradient(p)) is not None:
+            for gradient in self._gradients(p):
                 by_dtype.setdefault(gradient.dtype, []).append((p, gradient))
         self.reached = [p for pairs in by_dtype.values() for p, _ in pairs]
         tensor_norms: list[Tensor] = []
@@ -180,6 +183,12 @@ class EagerStep:
         not_finite = ~norms.isfinite()
         broken = torch.where(not_finite.any(), not_finite.int().argmax(), -1)
         return total, _clip_factor(total, self.clip), broken
+
+    def _gradients(self, p: nn.Parameter) -> list[Tensor]:
+        """Return a parameter's gradient in pieces, which no kernel has to join."""
+        if self.copies is not None:
+            return [gradient for gradient, _ in self.copies.pieces(p)]
+        return [] if p.grad is None else [p.grad]
 
     def _gradient(self, p: nn.Parameter) -> Tensor | None:
         return p.grad if self.copies is None else self.copies.gradient(p)

@@ -4,14 +4,17 @@ The forward pass computes logits, loss and gradients for one chunk of tokens at 
 backward pass only scales the gradients.
 """
 
+import functools
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from frostlab.errors import BadInput, FrostlabError
@@ -21,6 +24,7 @@ from frostlab.training.batches.batch import IGNORED
 # the whole gradient of the head.
 CPU_CHUNK = 64 * 2**20
 GPU_CHUNK = 1 / 64  # as a fraction of the device's memory
+KEPT = "kept"  # attribute of a head, while a step keeps a bf16 copy of its weight
 _ALIGNED = 64  # on a GPU, logits are padded to a multiple of this, to keep products fast
 
 
@@ -33,6 +37,8 @@ def head_loss(
     bias: Tensor | None = None,
     weights: Sequence[float] | None = None,
     ignore: int = IGNORED,
+    copy: Tensor | None = None,
+    tied: "TiedGradient | None" = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy of a linear head after one layer, or after each of several.
 
@@ -40,11 +46,15 @@ def head_loss(
     `weight` is (vocabulary, width) and `targets` is (…). Return the sum of the layers' losses, each
     times its entry of `weights` (1 by default), and each layer's loss without gradient. Tokens with
     the target `ignore` have no loss. Only tensors that require a gradient get one.
+
+    `copy` may hold the weight in the dtype of the products, which is then not cast. `tied` gets the
+    weight's gradient in the backward pass, for an embedding with the same weight to add to it.
     """
     layers = [hidden] if isinstance(hidden, Tensor) else list(hidden)
     factors = [1.0] * len(layers) if weights is None else [float(w) for w in weights]
     _check(layers, weight, targets, bias, factors)
-    options = _Options(factors, ignore)
+    expected = None if on_host(weight) else _expected[-1]
+    options = _Options(factors, ignore, copy, tied, expected)
     inputs = (weight, bias, *layers)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _HeadLoss.apply(options, targets, *inputs)
@@ -56,6 +66,26 @@ def head_loss(
 class _Options:
     factors: list[float]  # the weight of each layer's loss in the total
     ignore: int
+    copy: Tensor | None
+    tied: "TiedGradient | None"
+    expected: Tensor | None  # the gradient with which backward will probably be called
+
+
+_expected: list[Tensor | None] = [None]
+
+
+@contextmanager
+def expect_gradient(gradient: Tensor) -> Iterator[None]:
+    """Announce the gradient of the losses that are computed in this context.
+
+    On a GPU, their forward pass multiplies by it where that costs nothing. If backward is then
+    called with this very tensor, it need not scale the gradients; otherwise it corrects them.
+    """
+    _expected.append(gradient)
+    try:
+        yield
+    finally:
+        _expected.pop()
 
 
 def _check(
@@ -89,6 +119,10 @@ class _HeadLoss(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:]
         total, losses, gradients = _compute(options, targets, weight, bias, layers, wanted)
         ctx.save_for_backward(*gradients)
+        # autograd casts a gradient of another dtype, and nobody could add to what it casts
+        is_final = gradients[0] is not None and gradients[0].dtype == weight.dtype
+        ctx.tied = options.tied if is_final else None
+        ctx.expected = options.expected
         ctx.mark_non_differentiable(losses)
         return total, losses
 
@@ -98,15 +132,93 @@ class _HeadLoss(torch.autograd.Function):
         if torch.is_grad_enabled():  # torch's once_differentiable misses some cases
             raise FrostlabError("head_loss has no second derivative: leave out create_graph=True")
         retained = torch._C._autograd._get_current_graph_task_keep_graph()
-        is_one = on_host(upstream) and bool(upstream == 1)
+        if ctx.expected is None:
+            is_one = on_host(upstream) and bool(upstream == 1)
+        else:  # the gradients contain it
+            is_one = upstream.data_ptr() == ctx.expected.data_ptr()
+            upstream = upstream / ctx.expected
         scaled: list[Tensor | None] = [None, None]
         for gradient in ctx.saved_tensors:
-            if gradient is not None and retained:
+            if gradient is not None and retained:  # a copy, even if it is scaled by 1
                 gradient = gradient * upstream
             elif gradient is not None and not is_one:
                 gradient.mul_(upstream)
             scaled.append(gradient)
+        if ctx.tied is not None:
+            ctx.tied.gradient = scaled[2]
         return tuple(scaled)
+
+
+@dataclass
+class TiedGradient:
+    """The gradient of a head's weight on its way to the embedding that has the same weight.
+
+    The head's backward pass comes first and leaves its dense gradient here. The embedding adds its
+    rows to it, instead of making a second dense gradient that autograd would add to the first.
+    """
+
+    gradient: Tensor | None = None
+
+    @contextmanager
+    def embedding_of(self, model: nn.Module, weight: Tensor) -> Iterator[None]:
+        """Let the embedding of a model that has this weight, if any, take part in this context."""
+        found = (m for m in model.modules() if type(m) is nn.Embedding and m.weight is weight)
+        embedding = next(found, None)
+        if embedding is None or not _is_plain(embedding) or not torch.is_grad_enabled():
+            yield
+            return
+        lookup = functools.partial(_TiedEmbedding.apply, self, weight)
+        embedding.forward = lookup  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del embedding.forward
+
+
+def _is_plain(embedding: nn.Embedding) -> bool:
+    """Return whether the gradient of an embedding is the sum of its rows' gradients."""
+    unusual = embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse
+    return embedding.padding_idx is None and not unusual
+
+
+class _TiedEmbedding(torch.autograd.Function):
+    """An embedding whose gradient is added to the gradient in a `TiedGradient`, if there is one."""
+
+    @staticmethod
+    def forward(ctx: Any, tied: TiedGradient, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.tied, ctx.rows = tied, len(weight)
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,), (ids,) = upstream, ctx.saved_tensors
+        total, ctx.tied.gradient = ctx.tied.gradient, None
+        if total is None or total.dtype != rows.dtype or torch.is_grad_enabled():
+            dense = torch.ops.aten.embedding_dense_backward(rows, ids, ctx.rows, -1, False)
+            return None, dense, None
+        flat = rows.flatten(0, -2)
+        if on_host(total):
+            total.index_add_(0, ids.flatten(), flat)
+        else:
+            add_rows(total, ids.flatten(), flat)
+        return None, None, None
+
+
+def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
+    """Add rows to the rows `ids` of a total; equal ids are added in a fixed order on a GPU, too.
+
+    Torch's kernel for the gradient of an embedding sums the rows of each id, in a table with a row
+    for each id that occurs. The rows of that table are then added to different rows of the total.
+    """
+    ordered, places = ids.sort()
+    numbers = F.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))  # of the ids in their order
+    size = min(len(ids), len(total))
+    inverse = torch.empty_like(ids).scatter_(0, places, numbers)
+    sums = torch.ops.aten.embedding_dense_backward(rows, inverse, size, -1, False)
+    # rows of the table that no id has are 0, and may be added anywhere
+    targets = torch.arange(size, device=ids.device).scatter_(0, numbers, ordered)
+    total.index_add_(0, targets, sums)
 
 
 @torch.no_grad()
@@ -122,7 +234,7 @@ def _compute(
 
     `wanted` holds whether weight, bias and each layer get a gradient, in this order.
     """
-    chunks = _ChunkedLoss(weight, bias, targets, layers[0].dtype, options.ignore, wanted)
+    chunks = _ChunkedLoss(weight, bias, targets, layers[0].dtype, options, wanted)
     with torch.autocast(weight.device.type, enabled=False):
         results = [
             chunks.layer(layer, factor, learns)
@@ -130,7 +242,7 @@ def _compute(
         ]
     losses = torch.stack([loss for loss, _ in results])
     weighted = [loss * factor for loss, factor in zip(losses, options.factors, strict=True)]
-    gradients = [chunks.weight_gradient, chunks.bias_gradient, *(g for _, g in results)]
+    gradients = [*chunks.gradients(), *(g for _, g in results)]
     return torch.stack(weighted).sum(), losses, gradients
 
 
@@ -148,19 +260,22 @@ class _ChunkedLoss:
         bias: Tensor | None,
         targets: Tensor,
         hidden_dtype: torch.dtype,
-        ignore: int,
+        options: _Options,
         wanted: Sequence[bool],
     ) -> None:
+        ignore, copy, self.expected = options.ignore, options.copy, options.expected
         self.on_host = on_host(weight)
         self.dtype = product_dtype(hidden_dtype, weight.device)
         self.sum_dtype = torch.promote_types(self.dtype, torch.float32)
         self.in_kernel = has_kernel(weight.device, self.dtype)
-        self.weight = weight.to(self.dtype)
+        self.weight = weight.to(self.dtype) if copy is None or copy.dtype != self.dtype else copy
         self.bias = None if bias is None else bias.to(self.sum_dtype)
+        # the first chunk writes the gradients, and the others add to theirs
         self.weight_gradient, self.bias_gradient = (
-            torch.zeros_like(x, dtype=self.sum_dtype) if x is not None and learns else None
+            torch.empty_like(x, dtype=self.sum_dtype) if x is not None and learns else None
             for x, learns in zip((weight, bias), wanted[:2], strict=True)
         )
+        self.is_first = True
         labels = targets.reshape(-1)
         self.scored_rows = _scored_rows(labels, ignore, len(weight)) if self.on_host else None
         labels = labels if self.scored_rows is None else labels[self.scored_rows]
@@ -221,15 +336,27 @@ class _ChunkedLoss:
         if self.in_kernel:
             from frostlab.training.step.kernels import cross_entropy_rows
 
-            loss = cross_entropy_rows(logits, labels, gradient_factor).sum()
+            loss = cross_entropy_rows(logits, labels, gradient_factor, self.expected).sum()
             by_logits = logits if self.any_gradient else None
         else:
             loss, by_logits = self._cross_entropy(logits, labels, gradient_factor)
         if self.weight_gradient is not None and by_logits is not None:
-            add_product(self.weight_gradient, by_logits.t(), rows)
+            put = put_product if self.is_first else add_product
+            put(self.weight_gradient, by_logits.t(), rows)
         if self.bias_gradient is not None and by_logits is not None:
-            self.bias_gradient += by_logits.sum(0, dtype=self.sum_dtype)
+            total = by_logits.sum(0, dtype=self.sum_dtype)
+            self.bias_gradient.copy_(total if self.is_first else self.bias_gradient + total)
+        self.is_first = False
         return loss, by_logits
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradients of weight and bias, after all layers."""
+        made = [self.weight_gradient, self.bias_gradient]
+        if self.is_first:  # there was no chunk, because no token is scored
+            for gradient in made:
+                if gradient is not None:
+                    gradient.zero_()
+        return made
 
     def _cross_entropy(
         self, logits: Tensor, labels: Tensor, factor: float | None
@@ -246,6 +373,8 @@ class _ChunkedLoss:
         by_logits.scatter_(1, column, by_logits.gather(1, column) - 1)
         if factor != 1:
             by_logits *= factor
+        if self.expected is not None:
+            by_logits *= self.expected
         if not self.on_host:
             by_logits.masked_fill_(~scored[:, None], 0)
         return loss, by_logits.to(self.dtype)

@@ -12,12 +12,13 @@ _BLOCK, _WARPS = 4096, 8
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rows(  # type: ignore[no-untyped-def]
-    logits, labels, losses, stride, columns, wide, factor, writes: tl.constexpr, block: tl.constexpr
-):
+    logits, labels, losses, stride, columns, wide, factor, scale,
+    writes: tl.constexpr, scaled: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     """Compute the loss of one row per program; a row with a negative label has loss and gradient 0.
 
-    If `writes`, also overwrite the logits with factor × gradient. `wide` is the number of columns
-    with padding, which keeps loads aligned and fast.
+    If `writes`, also overwrite the logits with factor × gradient; if `scaled`, with `scale` times
+    that. `wide` is the number of columns with padding, which keeps loads aligned and fast.
     """
     row = tl.program_id(0).to(tl.int64)
     begin = logits + row * stride
@@ -35,6 +36,8 @@ def _rows(  # type: ignore[no-untyped-def]
     own = tl.load(begin + tl.where(scored, label, 0)).to(tl.float32)
     tl.store(losses + row, tl.where(scored, tl.log(total) + top - own, 0.0))
     if writes:
+        if scaled:
+            factor = factor * tl.load(scale)
         tl.debug_barrier()  # the label's logit is read before it is overwritten
         for start in range(0, wide, block):
             places = start + tl.arange(0, block)
@@ -44,16 +47,20 @@ def _rows(  # type: ignore[no-untyped-def]
             tl.store(begin + places, gradient.to(logits.dtype.element_ty), mask=places < wide)
 
 
-def cross_entropy_rows(logits: Tensor, labels: Tensor, factor: float | None) -> Tensor:
+def cross_entropy_rows(
+    logits: Tensor, labels: Tensor, factor: float | None, scale: Tensor | None = None
+) -> Tensor:
     """Return each row's loss in float32; with `factor`, write factor × gradient over the logits.
 
-    The padding after each row is then set to 0.
+    `scale`, a tensor of one element, multiplies the gradient, too. The padding after each row is
+    then set to 0.
     """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _rows[(len(logits),)](
             logits, labels, losses, logits.stride(0), logits.shape[1], logits.stride(0),
-            factor or 0.0, writes=factor is not None, block=_BLOCK, num_warps=_WARPS,
+            factor or 0.0, scale, writes=factor is not None, scaled=scale is not None, block=_BLOCK,
+            num_warps=_WARPS,
         )  # fmt: skip
     return losses
 

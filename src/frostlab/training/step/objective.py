@@ -16,7 +16,7 @@ from frostlab.recipe.settings import Supervise
 from frostlab.training.batches.batch import IGNORED, Batch, collate
 from frostlab.training.batches.packing import pack
 from frostlab.training.batches.prefix import Prefix, prefix_depth
-from frostlab.training.step.head_loss import head_loss
+from frostlab.training.step.head_loss import KEPT, TiedGradient, head_loss
 
 _SUPPORTED = "language models: gpt, decoder, Hugging Face's BERT, GPT-2 and Llama, without hooks"
 
@@ -154,8 +154,7 @@ class Objective(nn.Module):
         head = None if stack is None else stack.head
         # a language model: compute the loss without all logits at once
         if want == "loss" and batch.targets.ndim == 2 and stack and type(head) is nn.Linear:
-            (vectors,) = self.head_inputs(stack, batch, [len(stack.layers)])
-            return head_loss(vectors, head.weight, batch.targets, bias=head.bias)[0]
+            return self._head_loss(stack, batch, [len(stack.layers)])
         if stack is not None and "attention_mask" not in batch.inputs:  # stacks take no mask
             (vectors,) = self.head_inputs(stack, batch, [len(stack.layers)])
             logits = stack.head(vectors)
@@ -167,10 +166,24 @@ class Objective(nn.Module):
     def supervised_loss(self, batch: Batch, supervision: Supervision) -> Tensor:
         """Return the sum of the supervised layers' losses, each times its weight."""
         stack = language_stack(self.model, "supervise.layers")
-        vectors, head = self.head_inputs(stack, batch, supervision.layers), stack.head
-        return head_loss(
-            vectors, head.weight, batch.targets, bias=head.bias, weights=supervision.weights
-        )[0]
+        return self._head_loss(stack, batch, supervision.layers, supervision.weights)
+
+    def _head_loss(
+        self,
+        stack: Stack,
+        batch: Batch,
+        after: Sequence[int],
+        weights: Sequence[float] | None = None,
+    ) -> Tensor:
+        """Return the sum of the losses after some layers, without all logits at once."""
+        head, tied = stack.head, TiedGradient()
+        with tied.embedding_of(self.model, head.weight):
+            vectors = self.head_inputs(stack, batch, after)
+        total, _ = head_loss(
+            vectors, head.weight, batch.targets, bias=head.bias, weights=weights,
+            copy=getattr(head, KEPT, None), tied=tied,
+        )  # fmt: skip
+        return total
 
     def _visit_exits(self, batch: Batch, exits: Exits) -> Tensor:
         """Call `exits.see` with the logits of one layer after another; return the last layer's."""

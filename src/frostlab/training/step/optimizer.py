@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,7 +18,10 @@ from frostlab.devices import captures_graphs, updates_conditionally
 from frostlab.errors import FrostlabError
 from frostlab.models.stack import take_apart
 from frostlab.recipe.settings import Optim, StepDecay
+from frostlab.roles.parts import Span
+from frostlab.surgery.split import SplitProjection
 from frostlab.training.distributed import place_like
+from frostlab.training.step.head_loss import KEPT
 
 _BLOCK = 4096  # elements that one program of the kernel updates
 # Columns of the kernel's table: the addresses of weight, two moments, gradient and bf16 copy, then
@@ -191,12 +195,18 @@ class KernelAdamW(torch.optim.AdamW):
         place = 0
         for group in self.param_groups:
             for p in group["params"]:
-                gradient = self.copies.gradient(p)
-                if gradient is not None:
-                    rows.append(_Row(p, gradient, group, place))
+                rows += _rows_of(p, self.copies.pieces(p), group, place)
                 place += 1
         if self.measures and self.sums is not None:
             self.sums.zero_()
+        if not rows:
+            return
+        stopped = self.found_inf
+        # a parameter may have several rows in the table, but it takes one step
+        steps = [self._state_of(p)["step"] for p in {id(row.p): row.p for row in rows}.values()]
+        torch._foreach_add_(steps, 1.0)
+        if stopped is not None:  # subtract a list: a single tensor would make the host wait
+            torch._foreach_sub_(steps, [stopped] * len(steps))
         for even in (True, False):
             selected = [row for row in rows if row.even == even]
             if selected:
@@ -207,28 +217,23 @@ class KernelAdamW(torch.optim.AdamW):
 
         device = rows[0].p.device
         states = [self._state_of(row.p) for row in rows]
-        steps = [state["step"] for state in states]
-        stopped = self.found_inf
-        torch._foreach_add_(steps, 1.0)
-        if stopped is not None:  # subtract a list: a single tensor would make the host wait
-            torch._foreach_sub_(steps, [stopped] * len(steps))
         values = []  # the kernel's table, row by row
         for row, state in zip(rows, states, strict=True):
-            p, gradient, copy = row.p, row.gradient, self.copies.of(row.p)
+            tensors = (row.p, state["exp_avg"], state["exp_avg_sq"])
             values += [
-                p.data_ptr(), state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr(),
-                gradient.data_ptr(), 0 if copy is None else copy.data_ptr(), p.numel(),
-                gradient.dtype == torch.bfloat16,
+                *(tensor.data_ptr() + row.start * tensor.element_size() for tensor in tensors),
+                row.gradient.data_ptr(), 0 if row.copy is None else row.copy.data_ptr(),
+                row.gradient.numel(), row.gradient.dtype == torch.bfloat16,
             ]  # fmt: skip
         group = rows[0].group
         (beta1, beta2), eps = group["betas"], group["eps"]
-        taken = torch.stack(steps).double()
+        taken = torch.stack([state["step"] for state in states]).double()
         correction1, correction2 = ((1 - beta**taken).float() for beta in (beta1, beta2))
         rate_index: dict[Any, int] = {}
         for row in rows:  # number the distinct rates; tensors are compared by identity
             rate_index.setdefault(row.group["lr"], len(rate_index))
         owners, starts, decays, rate_indices, places = self._block_layout(
-            tuple(row.p.numel() for row in rows),
+            tuple(row.gradient.numel() for row in rows),
             tuple(float(row.group["weight_decay"]) for row in rows),
             tuple(rate_index[row.group["lr"]] for row in rows),
             tuple(row.place for row in rows),
@@ -244,7 +249,7 @@ class KernelAdamW(torch.optim.AdamW):
             sums = torch.zeros(len(owners), 2, device=device)
         adamw_blocks(
             table, owners, starts, decays, correction1, correction2, rate, rate_indices,
-            self.grad_scale, stopped, sums, betas=(beta1, beta2), eps=eps, block=_BLOCK,
+            self.grad_scale, self.found_inf, sums, betas=(beta1, beta2), eps=eps, block=_BLOCK,
             columns=_COLUMNS, even=even,
         )  # fmt: skip
         if sums is not None and self.sums is not None:
@@ -291,7 +296,8 @@ class KernelAdamW(torch.optim.AdamW):
 
     def _keep_spare_tables(self, device: torch.device) -> None:
         """Allocate the tables of the next graph before the graph is recorded."""
-        size = _COLUMNS * sum(len(group["params"]) for group in self.param_groups)
+        rows = sum(self.copies.rows_of(p) for group in self.param_groups for p in group["params"])
+        size = _COLUMNS * rows
         while len(self._spare_tables) < 2:  # a step launches the kernel at most twice
             self._spare_tables.append(torch.zeros(size, dtype=torch.int64, device=device))
 
@@ -306,104 +312,219 @@ class KernelAdamW(torch.optim.AdamW):
 
 @dataclass(frozen=True)
 class _Row:
-    """A parameter that has a gradient, and its place among the optimizer's parameters."""
+    """A row of the kernel's table: a contiguous stretch of a parameter that has a gradient."""
 
     p: Any
-    gradient: Tensor
+    start: int  # of the stretch, in elements
+    gradient: Tensor  # of the stretch
+    copy: Tensor | None  # where the kernel writes the stretch in bf16
     group: dict[str, Any]
-    place: int
+    place: int  # of the parameter among the optimizer's
 
     @property
     def even(self) -> bool:
-        """Return whether the kernel may use wide loads: size and addresses are multiples of 16."""
-        tensors = (self.p, self.gradient)
-        return self.p.numel() % 16 == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)
+        """Return whether the kernel may use wide loads: sizes and addresses are multiples of 16."""
+        tensors = [t for t in (self.p, self.gradient, self.copy) if t is not None]
+        aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        return aligned and self.gradient.numel() % 16 == 0 and self.start % 16 == 0
+
+
+def _rows_of(p: Any, pieces: list["Piece"], group: dict[str, Any], place: int) -> list[_Row]:
+    """Return the rows of one parameter in the kernel's table."""
+    starts = accumulate((gradient.numel() for gradient, _ in pieces), initial=0)
+    return [
+        _Row(p, start, gradient, copy, group, place)
+        for start, (gradient, copy) in zip(starts, pieces, strict=False)
+    ]
+
+
+# The gradient of a contiguous stretch of a parameter, and its bf16 copy if there is one.
+Piece = tuple[Tensor, Tensor | None]
 
 
 @dataclass
 class _Copy:
-    """A parameter of a module, its bf16 copy, and the parameter's version when it was copied."""
+    """A parameter of a module, and the bf16 tensors that hold its values.
+
+    Inside `Bf16Copies.in_place`, `leaf` takes the parameter's place and gets its gradient. It is
+    the copy itself, unless the values are rows of a fused weight or bias (`SplitProjection`). It is
+    None for frozen rows, and for a language model's head, whose loss takes weight and copy.
+    """
 
     module: nn.Module
     name: str
     parameter: nn.Parameter
-    copy: nn.Parameter
-    version: int = -1
+    leaf: nn.Parameter | None
+    targets: tuple[Tensor, ...]  # contiguous stretches, in the order of the parameter's rows
+    # the stretches in the gradient of a leaf that also has frozen rows; None: it has no others
+    ranges: tuple[Span, ...] | None = None
+    version: int = -1  # of the parameter, when it was copied
+
+    @property
+    def values(self) -> Tensor:
+        """Return the copied values in the parameter's shape."""
+        return torch.cat([t.flatten() for t in self.targets]).view_as(self.parameter)
+
+    def pieces(self) -> list[Piece]:
+        """Return the gradients of the stretches with their targets; empty without a gradient."""
+        of_leaf = None if self.leaf is None else self.leaf.grad
+        whole = self.parameter.grad if of_leaf is None else of_leaf
+        if whole is None:
+            return []
+        if of_leaf is not None and self.ranges is not None:
+            gradients = [whole[start:stop] for start, stop in self.ranges]
+        else:
+            gradients = list(whole.split([len(t) for t in self.targets]))
+        return list(zip(gradients, self.targets, strict=True))
 
 
 class Bf16Copies:
     """Bf16 copies of the weights and biases of the linear maps in all layers.
 
     A step with one micro-batch computes with the copies, so that autocast does not cast these
-    weights; the optimizer updates the float32 weights and their copies in one kernel.
+    weights; the optimizer updates the float32 weights and their copies in one kernel. The rows of a
+    partly frozen projection are copied into one fused weight, so that no step assembles it. The
+    weight of a language model's head is copied, too.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._entries = [
-            _Copy(module, name, p, nn.Parameter(p.detach().bfloat16(), p.requires_grad))
-            for module, name, p in _linear_parameters(model)
-        ]
-        self._by_id = {id(entry.parameter): entry.copy for entry in self._entries}
+        self._fused: list[tuple[SplitProjection, dict[str, Tensor]]] = []
+        self._entries: list[_Copy] = []
+        for module, names in _linear_maps(model):
+            if isinstance(module, SplitProjection):
+                self._add_split(module)
+                continue
+            for name in names:
+                p = module._parameters[name]
+                assert p is not None
+                copy = nn.Parameter(torch.empty_like(p, dtype=torch.bfloat16), p.requires_grad)
+                self._entries.append(_Copy(module, name, p, copy, (copy.detach(),)))
+        self._head: _Copy | None = None
+        if self._entries and (head := _language_head(model)) is not None:
+            weight = head._parameters["weight"]
+            assert weight is not None
+            values = torch.empty_like(weight, dtype=torch.bfloat16).detach()
+            self._head = _Copy(head, "weight", weight, None, (values,))
+            self._entries.append(self._head)
+        self._by_id = {id(entry.parameter): entry for entry in self._entries}
+        self.refresh()
+
+    def _add_split(self, module: SplitProjection) -> None:
+        """Allocate the fused bf16 tensors of a partly frozen projection; `refresh` fills them."""
+        fused: dict[str, Tensor] = {}
+        for local, (shape, _, pieces) in module.slots().items():
+            device = pieces[0].parameter.device
+            fused[local] = torch.empty(shape, dtype=torch.bfloat16, device=device)
+            for piece in pieces:
+                p, leaf = piece.parameter, None
+                ranges = tuple(piece.rows.ranges())
+                targets = tuple(fused[local][start:stop] for start, stop in ranges)
+                trains = module._parameters[f"trainable_{local}"] is p
+                name = f"{'trainable' if trains else 'frozen'}_{local}"
+                if trains:
+                    # the gradient of a bias is summed over all rows: one sum is faster than two
+                    like = fused[local] if local == "bias" else p
+                    leaf = nn.Parameter(torch.zeros_like(like, dtype=torch.bfloat16))
+                self._entries.append(
+                    _Copy(module, name, p, leaf, targets, ranges if local == "bias" else None)
+                )
+        self._fused.append((module, fused))
 
     def __bool__(self) -> bool:
         return bool(self._entries)
 
-    def of(self, p: nn.Parameter) -> nn.Parameter | None:
-        """Return a parameter's copy, if it has one."""
-        return self._by_id.get(id(p))
+    def pieces(self, p: nn.Parameter) -> list[Piece]:
+        """Return a parameter's gradient with its copy, in stretches; empty without a gradient."""
+        entry = self._by_id.get(id(p))
+        if entry is not None:
+            return entry.pieces()
+        return [] if p.grad is None else [(p.grad, None)]
+
+    def rows_of(self, p: nn.Parameter) -> int:
+        """Return the number of stretches of a parameter."""
+        entry = self._by_id.get(id(p))
+        return 1 if entry is None else len(entry.targets)
 
     def gradient(self, p: nn.Parameter) -> Tensor | None:
         """Return the bf16 gradient of a parameter's copy, or else the parameter's gradient."""
-        copy = self.of(p)
-        return p.grad if copy is None or copy.grad is None else copy.grad
+        gradients = [gradient for gradient, _ in self.pieces(p)]
+        return torch.cat(gradients) if len(gradients) > 1 else next(iter(gradients), None)
 
     def refresh(self) -> None:
         """Copy the parameters that changed outside the optimizer, and set every `requires_grad`."""
         stale = [entry for entry in self._entries if entry.parameter._version != entry.version]
-        if stale:
-            with torch.no_grad():
-                torch._foreach_copy_(
-                    [e.copy.data for e in stale], [e.parameter.data for e in stale]
-                )
+        targets, sources = list[Tensor](), list[Tensor]()
+        for entry in stale:
+            targets += entry.targets
+            sources += entry.parameter.detach().split([len(t) for t in entry.targets])
+        if targets:
+            torch._foreach_copy_(targets, sources)
         for entry in stale:
             entry.version = entry.parameter._version
         for entry in self._entries:
-            if entry.copy.requires_grad != entry.parameter.requires_grad:
-                entry.copy.requires_grad_(entry.parameter.requires_grad)
+            leaf, learns = entry.leaf, entry.parameter.requires_grad
+            if leaf is not None and leaf.requires_grad != learns:
+                leaf.requires_grad_(learns)
 
     def clear(self) -> None:
         """Drop the gradients of the copies."""
         for entry in self._entries:
-            entry.copy.grad = None
+            if entry.leaf is not None:
+                entry.leaf.grad = None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Replace the parameters with their copies inside this context, so that layers use them."""
         self.refresh()
         for entry in self._entries:
-            entry.module._parameters[entry.name] = entry.copy
+            if entry.leaf is not None:
+                entry.module._parameters[entry.name] = entry.leaf
+        for module, fused in self._fused:
+            module.kept = fused
+        if self._head is not None:
+            setattr(self._head.module, KEPT, self._head.targets[0])
         try:
             yield
         finally:
+            if self._head is not None:
+                delattr(self._head.module, KEPT)
             for entry in self._entries:
-                entry.module._parameters[entry.name] = entry.parameter
+                if entry.leaf is not None:
+                    entry.module._parameters[entry.name] = entry.parameter
+            for module, _ in self._fused:
+                module.kept = None
 
 
-def _linear_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield module, name and parameter of the linear maps in all layers.
+def _language_head(model: nn.Module) -> nn.Linear | None:
+    """Return the head of a language model, if its weight can be copied."""
+    stack = take_apart(model)
+    if stack is None or stack.classifies or type(stack.head) is not nn.Linear:
+        return None
+    weight = stack.head.weight
+    return stack.head if weight.dtype == torch.float32 and weight.is_contiguous() else None
 
-    Parameters that are shared, hooked, not contiguous or not float32 are skipped.
+
+def _linear_maps(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Yield the linear maps in all layers, with the names of the parameters that can be copied.
+
+    Parameters that are shared, hooked, not contiguous or not float32 are skipped. A partly frozen
+    projection is copied as a whole, if its rows are those of an (out, in) weight.
     """
     stack = take_apart(model)
     modules = [m for layer in (stack.layers if stack else []) for m in layer.modules()]
     uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+
+    def can_be_copied(p: nn.Parameter | None) -> bool:
+        if p is None or uses[id(p)] > 1 or p.dtype != torch.float32 or not p.is_contiguous():
+            return False
+        return not (p._backward_hooks or p._post_accumulate_grad_hooks)
+
     for module in modules:
+        names = [name for name, p in module._parameters.items() if can_be_copied(p)]
+        if isinstance(module, SplitProjection):
+            present = [name for name, p in module._parameters.items() if p is not None]
+            if module.frozen_rows.axis == 0 and names == present:
+                yield module, names
         # GPT-2 in transformers has Conv1D instead of Linear
-        if type(module) is not nn.Linear and type(module).__name__ != "Conv1D":
-            continue
-        for name, p in module._parameters.items():
-            if p is None or uses[id(p)] > 1 or p.dtype != torch.float32:
-                continue
-            has_hooks = p._backward_hooks or p._post_accumulate_grad_hooks
-            if p.is_contiguous() and not has_hooks:
-                yield module, name, p
+        elif type(module) is nn.Linear or type(module).__name__ == "Conv1D":
+            yield module, names

@@ -1,0 +1,79 @@
+"""The memory of a training step: an estimate, and a bound below which no step stays.
+
+Both count weights, gradients, Adam's moments, and the values that a transformer's layers keep for
+the backward pass. The bound counts only what every way of computing the step has to keep.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from frostlab.roles.parts import Part
+from frostlab.roles.snapshot import Anatomy, Layer
+
+_WEIGHT_BYTES = 4  # per parameter
+_MOMENT_BYTES = 8  # per trainable parameter
+# Values that a transformer layer keeps for its backward pass, per token and unit of the width, and
+# bytes of dropout masks; attention kernels keep no scores (Korthikanti et al. 2022).
+_KEPT_VALUES, _MASK_BYTES = 16, 2
+# Values that it has to keep in any case: the inputs of three matmuls, queries, keys and values.
+# The input of the fourth matmul, the hidden units, is added.
+_LEAST_VALUES = 6
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The bytes of a training step: without its batch, and per token of the batch."""
+
+    state: int  # weights, gradients and moments
+    per_token: int
+
+    def of(self, tokens: float) -> float:
+        """Return the bytes of a step over this many tokens at once."""
+        return self.state + tokens * self.per_token
+
+    def tokens_in(self, size: float) -> float:
+        """Return the tokens that a step of this many bytes can have; below 0 if it has none."""
+        return (size - self.state) / self.per_token
+
+
+def estimated_memory(parts: Anatomy, value_bytes: int, language: bool) -> StepMemory:
+    """Estimate a step of the frozen and trainable parts of a model.
+
+    `value_bytes` is the size of a value of the forward pass; a language model keeps its logits.
+    """
+    kept = sum(map(_width, parts.layers)) * (_KEPT_VALUES * value_bytes + _MASK_BYTES)
+    sizes = (part.shape[0] for part in parts.parts if part.role == "embedding" and part.shape)
+    vocabulary = max(sizes, default=0)
+    logits = vocabulary * value_bytes if language else 0
+    return StepMemory(_state(parts, _WEIGHT_BYTES), kept + logits)
+
+
+def least_memory(parts: Anatomy, value_bytes: int) -> StepMemory:
+    """Return a bound on the memory of a step: layers below everything that learns keep nothing."""
+    kept = 0
+    learns = any(
+        part.state == "trainable" and part.role not in ("head", "norm")
+        for part in parts.parts
+        if not part.layers
+    )
+    for layer in parts.layers:
+        learns = learns or any(part.state == "trainable" for part in layer.parts)
+        if learns and (width := _width(layer)):
+            kept += (_LEAST_VALUES * width + _hidden(layer.parts)) * value_bytes
+    return StepMemory(_state(parts, value_bytes), kept)
+
+
+def _state(parts: Anatomy, gradient_bytes: int) -> int:
+    trained = _MOMENT_BYTES + gradient_bytes
+    return _WEIGHT_BYTES * parts.count() + trained * parts.count("trainable")
+
+
+def _width(layer: Layer) -> int:
+    """Return the size of the vectors that a layer's queries are computed from; 0 without one."""
+    return next((part.shape[1 - part.axis] for part in layer.parts if part.role == "query"), 0)
+
+
+def _hidden(parts: Sequence[Part]) -> int:
+    """Return the number of hidden units of a feed-forward network, the largest input of a map."""
+    maps = (part for part in parts if part.matmul and part.kind == "weight")
+    return max((part.shape[1 - part.axis] for part in maps if len(part.shape) == 2), default=0)

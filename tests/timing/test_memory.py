@@ -1,0 +1,55 @@
+"""The memory of a step: the bound lies below every measured peak, and the estimate near it."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+import frostlab as fl
+from frostlab.experiments.steps import measured_steps, planned_stages
+from frostlab.models.gpt import GPT, GPTConfig
+from frostlab.recipe.groups import group_names, load_group
+from frostlab.timing.memory import estimated_memory, least_memory
+
+
+def test_the_bound_is_below_every_measured_peak() -> None:
+    checked, measured = set(), measured_steps()
+    for group in map(load_group, group_names()):
+        for name in group.experiments:
+            recipe = group.recipe(name)
+            if recipe.model.kind == "conformer":
+                continue
+            for planned in planned_stages(recipe, {}):
+                step = planned.step
+                if step not in measured or step in checked:
+                    continue
+                value_bytes = 2 if step.precision == "bfloat16" else 4
+                least = least_memory(planned.parts, value_bytes).of(step.batch * step.length)
+                assert least < measured[step].peak_bytes, step
+                checked.add(step)
+    assert len(checked) > 10
+
+
+@pytest.mark.parametrize("frozen", [(), ("embedding", "position", "layers[0]")])
+def test_the_bound_is_below_what_autograd_keeps(frozen: tuple[str, ...]) -> None:
+    """Per token, in float32, counted while a model runs; the estimate is above the bound."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(50, width=32, layers=3, heads=2, hidden=128, dropout=0.1, classes=2))
+    if frozen:
+        fl.freeze(model, *frozen)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    ids = torch.randint(50, (4, 16))
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(ids).sum()
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    total = sum(size for address, size in kept.items() if address not in own)
+    least = least_memory(fl.anatomy(model), 4).per_token * ids.numel()
+    assert 0 < least < total
+    assert least > total / 4
+    assert least < estimated_memory(fl.anatomy(model), 4, False).per_token * ids.numel()
+    loss.backward()
