@@ -13,6 +13,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a worker has one core
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("FROSTLAB_CACHE", tempfile.mkdtemp(prefix="frostlab-tests-"))
 
+os.fsync = lambda _: None  # no test outlives the machine, and disks are slow
+
 import pytest
 
 _LOOKS = f"looks-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}.jsonl"
@@ -22,6 +24,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Set up the libraries, unless this process only hands the tests to workers."""
     if config.getoption("numprocesses", None):
         return
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from forked import fork_server
+
+        fork_server()
     import torch
     import transformers
 
@@ -32,6 +38,16 @@ def pytest_configure(config: pytest.Config) -> None:
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.set_warn_always(True)  # not once a process: which test comes first must not matter
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the shuffled tests of a folder together: few of them are then split between workers.
+
+    What a folder's tests share is made once a worker.
+    """
+    folders = {folder: n for n, folder in enumerate(dict.fromkeys(i.path.parent for i in items))}
+    items.sort(key=lambda item: folders[item.path.parent])
 
 
 def pytest_collection_finish() -> None:
