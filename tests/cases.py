@@ -5,6 +5,14 @@ from typing import Any
 
 import pytest
 
+# Recipes that are shipped: one of each kind of model, data and stages.
+TYPICAL = {
+    "docstrings-decoder", "docstrings-gpt", "docstrings-pairs", "docstrings-progressive",
+    "eeg-cocktail", "eeg-conformer-v1-published", "imdb-oelm", "induction-decoder", "majority-gpt",
+    "mnli-bert", "progressive-deep", "progressive-standard-published", "sst2-bert-published",
+    "tinystories-gpt", "wikitext2-decoder", "xnli-gpt-oelm",
+}  # fmt: skip
+
 
 def slow_unless(default: Container[Any], cases: Iterable[Any]) -> list[Any]:
     """Return the parameters of a test, of which those outside `default` are slow."""

@@ -13,10 +13,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a worker has one core
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("FROSTLAB_CACHE", tempfile.mkdtemp(prefix="frostlab-tests-"))
 
-os.fsync = lambda _: None  # no test outlives the machine, and disks are slow
-
 import pytest
 
+os.fsync = lambda _: None  # no test outlives the machine, and disks are slow
 _LOOKS = f"looks-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}.jsonl"
 
 

@@ -39,6 +39,7 @@ PRELOAD = [
     "torch._dynamo",
     "torch.distributed.fsdp",
     "transformers.modeling_utils",
+    "altair",
     "frozen_heap",
 ]
 SERVER.set_forkserver_preload(PRELOAD)
@@ -53,7 +54,7 @@ def fork_server() -> None:
             return child
         try:
             faulthandler.disable()
-            sys.stdout, sys.stderr = (open(n, "w", closefd=False) for n in (1, 2))
+            sys.stdout, sys.stderr = (os.fdopen(n, "w", closefd=False) for n in (1, 2))
             for descriptor in map(int, os.listdir("/proc/self/fd")):
                 if descriptor > 2 and descriptor not in kept:
                     with contextlib.suppress(OSError):  # the one that listed them

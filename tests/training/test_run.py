@@ -130,7 +130,8 @@ FOR_GPT = [name for name in TREATMENTS if name != "frozen-up-gate"]  # GPT has n
 @pytest.fixture(scope="module")
 def treated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fl.RunRecord]:
     runs = tmp_path_factory.mktemp("treated")
-    return {name: fl.run(tiny(treatment=name), runs=runs) for name in FOR_GPT}
+    short = tiny(data__examples=64, train__epochs=1)
+    return {name: fl.run(short | {"treatment": name}, runs=runs) for name in FOR_GPT}
 
 
 def test_a_treatment_of_the_gate_needs_a_gate(tmp_path: Path) -> None:
