@@ -153,8 +153,8 @@ def test_known_slowdowns_are_found_on_a_simulated_clock(
 @pytest.mark.parametrize(
     ("noise", "memory", "offset", "pairs", "timings"),
     [
-        (0.003, 0.0025, 0.0, 4, 150),
-        (0.003, 0.0, 0.003, 4, 150),
+        (0.003, 0.0025, 0.0, 4, 60),
+        (0.003, 0.0, 0.003, 4, 60),
         pytest.param(0.003, 0.0025, 0.0, 4, 500, marks=pytest.mark.slow),
         pytest.param(0.003, 0.0, 0.003, 4, 500, marks=pytest.mark.slow),
         pytest.param(0.019, 0.0, 0.0, 4, 500, marks=pytest.mark.slow),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-TIMINGS = 60
+TIMINGS = 40
 
 
 @pytest.fixture(scope="module")

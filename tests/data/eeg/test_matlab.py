@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -48,12 +49,19 @@ BAD = {
 }
 
 
+@pytest.fixture(scope="module")
+def files() -> Iterator[MatFiles]:
+    made = MatFiles()
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_no_array_of_numbers_is_refused(tmp_path: Path, name: str) -> None:
+def test_what_is_no_array_of_numbers_is_refused(tmp_path: Path, name: str, files: MatFiles) -> None:
     variables, message = BAD[name]
     io.savemat(tmp_path / "a.mat", variables)
     with pytest.raises(BadInput) as caught:
-        MatFiles().read(tmp_path / "a.mat", "eeg")
+        files.read(tmp_path / "a.mat", "eeg")
     assert message in str(caught.value)
 
 

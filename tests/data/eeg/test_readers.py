@@ -10,7 +10,9 @@ import pytest
 from scipy import io
 
 from frostlab.data.eeg import load as loading_module
+from frostlab.data.eeg import readers
 from frostlab.data.eeg.load import load_recordings
+from frostlab.data.eeg.matlab import MatFiles
 from frostlab.data.eeg.preprocess import resample, standardize
 from frostlab.data.eeg.readers import eeg_files, from_mne, read_eeg
 from frostlab.data.eeg.recordings import Recording
@@ -303,7 +305,11 @@ def test_references_that_do_not_fit(matlab_folder: Path, tmp_path: Path) -> None
         load_recordings(matlab(matlab_folder), cache=tmp_path)
 
 
-def test_eeg_to_decode_has_the_subjects_of_training(matlab_folder: Path, tmp_path: Path) -> None:
+def test_eeg_to_decode_has_the_subjects_of_training(
+    matlab_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = MatFiles()  # one process for all
+    monkeypatch.setattr(readers, "MatFiles", lambda: files)
     names = by_name(matlab_folder, tmp_path)
     for path in (matlab_folder, matlab_folder / "1_1.mat", matlab_folder / "Subject2"):
         for file in eeg_files(matlab(matlab_folder), path):
@@ -313,6 +319,7 @@ def test_eeg_to_decode_has_the_subjects_of_training(matlab_folder: Path, tmp_pat
     moved.parent.mkdir()
     moved.write_bytes((matlab_folder / "1_1.mat").read_bytes())
     assert read_eeg(matlab(matlab_folder), moved, ["sub-001", "Subject2"])[0].subject == ""
+    files.close()
 
 
 @pytest.mark.parametrize(
