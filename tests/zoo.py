@@ -320,7 +320,8 @@ EVERY = (*ALL, *OWN)
 # one of these layouts; what is done with a layout is tested on them in the slow tests.
 LAYOUTS = {
     "bert", "albert", "deberta-v2", "gpt2", "gpt_neox", "falcon", "falcon-one-kv", "gpt_bigcode",
-    "llama", "phi3", "t5", "whisper", "clip", "wav2vec2-conformer", *OWN,
+    "llama", "phi3", "t5", "whisper", "clip", "wav2vec2-conformer", "gpt",
+    "gpt-qk-norm", "decoder", "conformer", "conformer-published", "torch",
 }  # fmt: skip
 
 

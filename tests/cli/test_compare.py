@@ -39,6 +39,7 @@ def test_the_same_command_again_repeats_nothing(compared: Path, in_this_process:
     assert set(evidence["arms"]) == {"baseline", "oelm"}
 
 
+@pytest.mark.slow
 def test_a_plan_is_carried_out_again(compared: Path, in_this_process: Command) -> None:
     plan, out = str(compared / "out" / "plan.json"), str(compared / "again")
     done = in_this_process("compare", plan, "--out", out)

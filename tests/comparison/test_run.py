@@ -147,6 +147,7 @@ def test_the_baseline_is_trained_twice(made: fl.Comparison) -> None:
     assert "The same run twice (baseline, seed 0): accuracy" in made.page.read_text()
 
 
+@pytest.mark.slow
 def test_judging_again_changes_nothing_and_trains_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
