@@ -188,7 +188,7 @@ def test_a_folder_that_is_no_model(tmp_path: Path, in_this_process: Command) -> 
         assert result.stderr.startswith("frostlab: ")
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", slow_unless(BAD.keys() - {"experts"}, BAD))
 def test_a_bad_config_is_refused_in_one_line(
     tmp_path: Path, name: str, in_this_process: Command
 ) -> None:

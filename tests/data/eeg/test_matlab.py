@@ -81,11 +81,16 @@ def test_cut_files_and_pipes_are_one_line(good: Path, tmp_path: Path) -> None:
     ("program", "message"),
     [
         ("import os; os.kill(os.getpid(), 11)", "signal 11"),
-        ("import sys; sys.exit(3)", "exit code 3"),
+        pytest.param("import sys; sys.exit(3)", "exit code 3", marks=pytest.mark.slow),
         ("import time; time.sleep(60)", "it took too long"),
         ('print(\'{"shapes": {"eeg": [[-1]]}}\', flush=True)', "the process that reads it ended"),
-        ('print(\'{"shapes": {"eeg": [[1 << 40]]}}\', flush=True)', "ended"),
-        ("print('[' * 100, flush=True)", "ended"),
+        *(
+            pytest.param(program, "ended", marks=pytest.mark.slow)
+            for program in (
+                'print(\'{"shapes": {"eeg": [[1 << 40]]}}\', flush=True)',
+                "print('[' * 100, flush=True)",
+            )
+        ),
     ],
 )
 def test_a_crash_is_one_line(
