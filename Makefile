@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: test slow portable fuzz gpu demo bench axe setup clean
+.PHONY: test types behaviour slow portable fuzz gpu demo bench axe setup clean
 
 setup: $(VENV)/.ready
 
@@ -22,10 +22,15 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	@command -v chromium > /dev/null || command -v google-chrome > /dev/null || \
 		echo "no chromium here: the tests that open pages are skipped"
 	@test -f .axe/axe.min.js || echo "no axe-core here: the tests of accessibility are skipped (make axe)"
+	@$(MAKE) --no-print-directory -j 2 types behaviour
+
+types: setup
+	$(BIN)/mypy
+
+behaviour: setup
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not gpu"
 
 slow: setup

@@ -4,6 +4,7 @@ import gc
 import os
 import socket
 import tempfile
+from functools import cache, partial
 from pathlib import Path
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # bf16 can kill Python otherwise
@@ -15,6 +16,7 @@ os.environ.setdefault("FROSTLAB_CACHE", tempfile.mkdtemp(prefix="frostlab-tests-
 
 import pytest
 
+os.fsync = lambda _: None  # no test outlives the machine, and disks are slow
 _LOOKS = f"looks-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}.jsonl"
 
 
@@ -22,16 +24,32 @@ def pytest_configure(config: pytest.Config) -> None:
     """Set up the libraries, unless this process only hands the tests to workers."""
     if config.getoption("numprocesses", None):
         return
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from forked import fork_server
+
+        fork_server()
     import torch
     import transformers
 
     from frostlab.comparison import looks
+    from frostlab.pages import write
 
     looks.REGISTER = _LOOKS
+    write.figure_files = cache(partial(write.figure_files, scale=0.5))  # small, and each once
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.set_warn_always(True)  # not once a process: which test comes first must not matter
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the shuffled tests of a folder together: few of them are then split between workers.
+
+    What a folder's tests share is made once a worker.
+    """
+    folders = {folder: n for n, folder in enumerate(dict.fromkeys(i.path.parent for i in items))}
+    items.sort(key=lambda item: folders[item.path.parent])
 
 
 def pytest_collection_finish() -> None:

@@ -6,6 +6,8 @@ may be told to die by kill -9 at a chosen moment; `resume=True` then goes on.
 """
 
 import contextlib
+import faulthandler
+import importlib
 import multiprocessing
 import os
 import resource
@@ -16,9 +18,10 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +32,50 @@ from frostlab.records.folder import RunRecord
 from frostlab.records.schema import EpochEvent, EvaluationEvent, StepEvent
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    [
-        "frostlab.training.run",
-        "frostlab.comparison.run",
-        "frostlab.cli.main",
-        "torch._dynamo",
-        "torch.distributed.fsdp",
-        "transformers.modeling_utils",
-        "frozen_heap",
-    ]
-)
+PRELOAD = [
+    "frostlab.training.run",
+    "frostlab.comparison.run",
+    "frostlab.cli.main",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "transformers.modeling_utils",
+    "altair",
+    "frozen_heap",
+]
+SERVER.set_forkserver_preload(PRELOAD)
+
+
+def fork_server() -> None:
+    """Make the server of this process, before its tests begin: import everything here, where it
+    is needed anyway, and fork instead of starting a Python that imports it once more."""
+
+    def fork(_: bytes, arguments: list[str], kept: list[int]) -> int:
+        if child := os.fork():
+            return child
+        try:
+            faulthandler.disable()
+            sys.stdout, sys.stderr = (os.fdopen(n, "w", closefd=False) for n in (1, 2))
+            for descriptor in map(int, os.listdir("/proc/self/fd")):
+                if descriptor > 2 and descriptor not in kept:
+                    with contextlib.suppress(OSError):  # the one that listed them
+                        os.close(descriptor)
+            exec(arguments[-1])  # what `python -c` would do: serve
+        finally:
+            os._exit(0)
+
+    resource_tracker.ensure_running()
+    start = util.spawnv_passfds
+    with warnings.catch_warnings():
+        warnings.resetwarnings()  # to those of a new Python: a child's warnings are no errors
+        for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", kind)
+        for module in PRELOAD:
+            importlib.import_module(module)
+        util.spawnv_passfds = fork
+        try:
+            forkserver.ensure_running()
+        finally:
+            util.spawnv_passfds = start
 
 
 def _process(target: Callable[..., object], *arguments: Any) -> Any:

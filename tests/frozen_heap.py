@@ -2,5 +2,8 @@
 
 import gc
 
+from frostlab.records.environment import environment
+
+environment("cpu")  # what does not change is looked up once
 gc.collect()
 gc.freeze()

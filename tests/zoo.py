@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
+from cases import slow_unless
 from frostlab.models.conformer import Conformer, ConformerConfig
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.models.gpt import GPT, GPTConfig
@@ -320,14 +320,14 @@ EVERY = (*ALL, *OWN)
 # one of these layouts; what is done with a layout is tested on them in the slow tests.
 LAYOUTS = {
     "bert", "albert", "deberta-v2", "gpt2", "gpt_neox", "falcon", "falcon-one-kv", "gpt_bigcode",
-    "llama", "phi3", "t5", "whisper", "clip", "wav2vec2-conformer", *OWN,
+    "llama", "phi3", "t5", "whisper", "clip", "wav2vec2-conformer", "gpt",
+    "gpt-qk-norm", "decoder", "conformer", "conformer-published", "torch",
 }  # fmt: skip
 
 
 def slow_unless_layout(names: Iterable[str] = EVERY) -> list[Any]:
     """Parameters of a test: one name a layout by default, every name in the slow tests."""
-    slow = pytest.mark.slow
-    return [pytest.param(name, marks=() if name in LAYOUTS else slow) for name in names]
+    return slow_unless(LAYOUTS, names)
 
 
 def build(name: str) -> tuple[nn.Module, Inputs]:

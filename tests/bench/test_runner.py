@@ -31,12 +31,18 @@ from frostlab.timing.flops import step_work
 
 MEASURED = ("bert-finetune", "sst2-epoch", "gpt-language-8", "gpt-language-64", "gpt-imdb",
             "frozen-qk", "deep-supervision", "whole-run")  # fmt: skip
+ALL = pytest.param((), marks=pytest.mark.slow, id="all")
 WITH_LOOP = MEASURED[:-2]  # a third side: torch.compile with reduce-overhead
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Run every benchmark that can run here at small scale, through the command."""
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(("frozen-qk", "deep-supervision", "sst2-epoch"), id="three"), ALL],
+)
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """Run some benchmarks, or every one that can run here, at small scale, through the command."""
     folder = tmp_path_factory.mktemp("bench")
     (folder / "sst2").mkdir()
     rows = [{"sentence": f"a {'very ' * (i % 7)}good film {i}", "label": i % 2} for i in range(60)]
@@ -45,21 +51,25 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         (folder / "sst2" / f"{split}.jsonl").write_text(text)
     record = folder / "record.jsonl"
     done = CliRunner().invoke(
-        app, ["bench", "--scale", "small", "--rounds", "2", "--data-dir", str(folder),
-              "--out", str(record)], catch_exceptions=False,
+        app, ["bench", *request.param, "--scale", "small", "--rounds", "2",
+              "--data-dir", str(folder), "--out", str(record)], catch_exceptions=False,
     )  # fmt: skip
     assert done.exit_code == 0
     assert "theirs ms" in done.stdout
     assert "loop ms" in done.stdout
-    for name in BENCHMARKS:
+    for name in request.param or BENCHMARKS:
         assert name in done.stdout
     return [json.loads(line) for line in record.read_text().splitlines()]
 
 
-def test_every_benchmark_has_a_result_or_a_reason(results: list[dict[str, Any]]) -> None:
-    assert tuple(dict.fromkeys(r["benchmark"] for r in results)) == tuple(BENCHMARKS)
+def test_every_benchmark_has_a_result_or_a_reason(
+    results: list[dict[str, Any]], request: pytest.FixtureRequest
+) -> None:
+    asked = request.node.callspec.params["results"] or BENCHMARKS
+    found = tuple(dict.fromkeys(r["benchmark"] for r in results))
+    assert found == tuple(asked)
     measured = {r["benchmark"] for r in results if r["status"] == "measured"}
-    assert measured >= set(MEASURED), [r.get("reason") for r in results]
+    assert measured >= set(MEASURED) & set(asked), [r.get("reason") for r in results]
     assert all(r["reason"] for r in results if r["status"] != "measured")
     assert sum(r["benchmark"] == "frozen-qk" for r in results) == 2
 
@@ -95,6 +105,7 @@ def test_the_figures_of_a_result_are_consistent(results: list[dict[str, Any]]) -
     assert frozen["gain_share"] == pytest.approx(gained)
 
 
+@pytest.mark.parametrize("results", [ALL], indirect=True)
 def test_whole_runs_do_the_same_job(results: list[dict[str, Any]]) -> None:
     (result,) = (r for r in results if r["benchmark"] == "whole-run")
     assert result["steps"] == 16

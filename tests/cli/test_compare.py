@@ -29,8 +29,8 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_same_command_again_repeats_nothing(compared: Path) -> None:
-    done = frostlab_command(
+def test_the_same_command_again_repeats_nothing(compared: Path, in_this_process: Command) -> None:
+    done = in_this_process(
         "compare", str(compared / "comparison.yaml"), "--seeds", "2",
         "--out", str(compared / "out"), "--json",
     )  # fmt: skip
@@ -39,14 +39,15 @@ def test_the_same_command_again_repeats_nothing(compared: Path) -> None:
     assert set(evidence["arms"]) == {"baseline", "oelm"}
 
 
-def test_a_plan_is_carried_out_again(compared: Path) -> None:
+@pytest.mark.slow
+def test_a_plan_is_carried_out_again(compared: Path, in_this_process: Command) -> None:
     plan, out = str(compared / "out" / "plan.json"), str(compared / "again")
-    done = frostlab_command("compare", plan, "--out", out)
+    done = in_this_process("compare", plan, "--out", out)
     assert done.returncode == 0, done.stderr
     assert "run 4 of 4" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("all 12 metrics are equal to those of the first")
     assert f"page: {out}/comparison.md" in done.stdout
-    refused = frostlab_command("compare", plan, "--out", out, "--seeds", "3", "--set", "seed=1")
+    refused = in_this_process("compare", plan, "--out", out, "--seeds", "3", "--set", "seed=1")
     assert refused.returncode == 2
     assert refused.stderr == (
         f"frostlab: {plan} is carried out as it is; it cannot be changed (seeds, seed)\n"

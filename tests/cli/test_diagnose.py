@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import frostlab as fl
+from cases import TYPICAL, slow_unless
 from forked import Command
 from frostlab.cli import diagnose as diagnose_command
 from frostlab.flow.diagnosis import (
@@ -320,7 +321,7 @@ def test_the_sentence_names_what_is_wrong(runs: Path) -> None:
     assert not diagnosis.healthy
 
 
-@pytest.mark.parametrize("name", shipped_recipes())
+@pytest.mark.parametrize("name", slow_unless(TYPICAL, shipped_recipes()))
 def test_every_shipped_recipe_can_be_cut_short(name: str) -> None:
     whole = load_recipe(name)
     short = load_recipe(name, short_run_settings(whole, steps=200))

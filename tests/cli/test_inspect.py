@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bad_configs import BAD
+from cases import TYPICAL, slow_unless
 from forked import Command, frostlab_command
 from frostlab.recipe.load import load_recipe, shipped_recipes
 from zoo import build
@@ -39,7 +40,7 @@ def test_inspect_a_folder_as_json(tmp_path: Path) -> None:
     assert data["savings"]["matmul_flop_share"] > 0
 
 
-@pytest.mark.parametrize("recipe", shipped_recipes())
+@pytest.mark.parametrize("recipe", slow_unless(TYPICAL, shipped_recipes()))
 def test_every_shipped_recipe_can_be_inspected(recipe: str, in_this_process: Command) -> None:
     result = in_this_process("inspect", recipe)
     assert result.returncode == 0, result.stderr
@@ -187,7 +188,7 @@ def test_a_folder_that_is_no_model(tmp_path: Path, in_this_process: Command) -> 
         assert result.stderr.startswith("frostlab: ")
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", slow_unless(BAD.keys() - {"experts"}, BAD))
 def test_a_bad_config_is_refused_in_one_line(
     tmp_path: Path, name: str, in_this_process: Command
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import frostlab
+from cases import slow_unless
 from forked import Command
 from frostlab.cli.main import app
 
@@ -48,7 +49,7 @@ def test_flags_are_shown_without_a_value(command: str, in_this_process: Command)
     assert "bool" not in result.stdout.lower()
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+@pytest.mark.parametrize("encoding", slow_unless(["ascii"], ["ascii", "utf-8"]))
 def test_hostile_names_reach_no_terminal(tmp_path: Path, encoding: str) -> None:
     name = b"r\x1b[31m\xff\n[red]"
     folder = os.fsencode(tmp_path) + b"/" + name

@@ -58,6 +58,7 @@ def test_the_report_of_several_is_verified_too(folder: Path, in_this_process: Co
     assert verified.stdout == "1 checked; all files are as they were written\n"
 
 
+@pytest.mark.slow
 def test_a_second_report_is_the_same(folder: Path, in_this_process: Command) -> None:
     def contents() -> dict[str, bytes]:
         return {str(path): path.read_bytes() for path in folder.rglob("*")
@@ -144,6 +145,7 @@ def test_without_the_extra_it_says_how_to_get_it(
     assert again.stderr.endswith(f"; {folder / 'report.html'} shows earlier results\n")
 
 
+@pytest.mark.slow
 def test_judge_ends_with_the_report(folder: Path, in_this_process: Command) -> None:
     done = in_this_process("judge", str(folder))
     assert done.returncode == 0, done.stderr

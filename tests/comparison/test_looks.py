@@ -107,6 +107,7 @@ def test_a_look_without_a_verdict_does_not_count(tmp_path: Path) -> None:
     assert look(plan(seeds=6), tmp_path / "b").number == 1
 
 
+@pytest.mark.slow
 def test_the_page_names_the_siblings_and_what_is_left_of_alpha(tmp_path: Path) -> None:
     compare(tmp_path / "a", seeds=5)
     second = compare(tmp_path / "b", seeds=[1, 2, 3, 4, 5])

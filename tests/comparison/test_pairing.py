@@ -171,6 +171,7 @@ def test_contrasts_know_of_changed_files(tmp_path: Path) -> None:
         assert f"seed 1: {reason}" in frozen.verdict.sentence
 
 
+@pytest.mark.slow
 def test_tuning_knows_of_changed_files(tmp_path: Path) -> None:
     tuned = compare(tmp_path / "t", tune={"values": [1e-3, 3e-3]}, seeds=2)
     chosen = {run.folder for run in tuned.evidence.arms["oelm"].runs}

@@ -147,10 +147,11 @@ def test_the_baseline_is_trained_twice(made: fl.Comparison) -> None:
     assert "The same run twice (baseline, seed 0): accuracy" in made.page.read_text()
 
 
+@pytest.mark.slow
 def test_judging_again_changes_nothing_and_trains_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"tune": {"values": [1e-3, 3e-3, 1e-2]}, "seeds": 2, "assay": True}
+    given = {"tune": {"values": [1e-3, 1e-2]}, "seeds": 2, "assay": True}
     first = compare(tmp_path / "c", **given)
     evidence, page = first.evidence, first.page.read_text()
     first.page.write_text("lost")

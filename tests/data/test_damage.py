@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cases import slow_unless
 from frostlab.data.eeg.recordings import Signals
 from frostlab.data.prepare import prepare
 from frostlab.data.tokens import Prepared
@@ -17,8 +18,6 @@ from frostlab.errors import DamagedCache
 from frostlab.recipe.recipe import Recipe
 from frostlab.storage import SEAL, file_digest
 from frostlab.training.eeg_report import baseline_scores
-
-FLIPS = 2  # per file
 
 
 def contents(material: Prepared | Signals) -> list[Any]:
@@ -66,9 +65,10 @@ def recipes(tmp_path: Path) -> dict[str, Recipe]:
     }
 
 
+@pytest.mark.parametrize("flips", slow_unless([1], [1, 3]))  # per file
 @pytest.mark.parametrize("name", ["text", "synthetic", "eeg"])
 def test_a_flipped_bit_is_mended_or_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, flips: int
 ) -> None:
     cache = tmp_path / "cache"
     monkeypatch.setenv("FROSTLAB_CACHE", str(cache))
@@ -80,7 +80,7 @@ def test_a_flipped_bit_is_mended_or_changes_nothing(
     files = [path for path in kept.rglob("*") if path.is_file() and path.stat().st_size]
     assert len(files) > 5
     for path in files:
-        for _ in range(FLIPS):
+        for _ in range(flips):
             flipped(cache / path.relative_to(kept), lot)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -88,7 +88,7 @@ def test_a_flipped_bit_is_mended_or_changes_nothing(
             mended += any(warning.category is DamagedCache for warning in caught)
             for restored in files:
                 shutil.copyfile(restored, cache / restored.relative_to(kept))
-    assert mended > FLIPS * len(files) / 2
+    assert mended > flips * len(files) / 2
 
 
 @pytest.mark.parametrize("name", ["text", "synthetic"])

@@ -56,5 +56,5 @@ def test_published_splits_have_no_tune(
     write(tmp_path / "xnli" / "de" / "validation.jsonl", [{"premise": "a", "hypothesis": "b"}])
     data = recipe(name="xnli", splits="published").data
     assert recipe_split(data, "report", "de", tmp_path, cache).name == "validation"  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match="--split tune: with data.splits published, there is none"):
+    with pytest.raises(BadInput, match="--split tune: a run with data.splits published has no"):
         recipe_split(data, "tune", "de", tmp_path, cache)  # type: ignore[arg-type]

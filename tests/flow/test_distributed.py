@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from forked import Program
 
 
+@pytest.mark.slow
 def test_two_processes(free_port: int) -> None:
     program = str(Path(__file__).parent / "distributed_program.py")
     result = Program(program, processes=2, port=free_port).wait()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 import frostlab as fl
+from cases import slow_unless
 from flowing import SYMBOLS, adamw, batch, loss_at, tiny_gpt, watched
 from frostlab.flow.judge import (
     EXPLODING,
@@ -373,12 +374,12 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 PAIRS = [(name, way) for name in HEALTHY for way in ("adamw", "fast", "coupled")]
-
-
 PAIRS += [("residual", "sgd")]
+# by default every model, and every optimizer of one model
+USUAL = [pair for pair in PAIRS if pair[1] == "fast" or pair[0] == "gpt" or pair[1] == "sgd"]
 
 
-@pytest.mark.parametrize(("name", "optimizer"), PAIRS)
+@pytest.mark.parametrize(("name", "optimizer"), slow_unless(USUAL, PAIRS))
 def test_healthy_models_raise_no_alarm(name: str, optimizer: str) -> None:
     """At any time of a schedule from zero to zero."""
     for seed in (0, 1) if optimizer == "adamw" else (2,):

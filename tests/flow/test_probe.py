@@ -55,8 +55,18 @@ def close(flow: Any, quantity: str, expected: dict[str, float], step: int) -> No
         assert found == pytest.approx(value, rel=2e-5, abs=1e-9), (name, quantity)
 
 
-@pytest.mark.parametrize("frozen", [(), ("query", "key"), ("layers[0].value", "query.bias")])
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "falcon", "bert", "llama", "t5"])
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [
+        pytest.param(
+            name,
+            frozen,
+            marks=() if frozen == ("query", "key") or name == "gpt2" else pytest.mark.slow,
+        )
+        for name in ("gpt2", "gpt_neox", "falcon", "bert", "llama", "t5")
+        for frozen in ((), ("query", "key"), ("layers[0].value", "query.bias"))
+    ],
+)
 def test_norms_are_those_of_a_plain_loop(name: str, frozen: tuple[str, ...]) -> None:
     model, inputs = build(name)
     if any("bias" in each for each in frozen) and name in ("falcon", "llama", "t5"):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import frostlab as fl
+from cases import slow_unless
 from flowing import adamw, loss_at, tiny_gpt, watched
 from frostlab.flow.diagnosis import findings_of, front_ratios, sentence_of
 from frostlab.flow.figures import BROKEN, FROZEN, NUMBER, UNREACHED, ZERO, Cell, grid_of, rows_of
@@ -277,7 +278,9 @@ def brightness(colour: str) -> int:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, which is not installed")
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1000), ("dark", 360)])
+@pytest.mark.parametrize(
+    ("scheme", "width"), slow_unless([("dark", 360)], [("light", 1000), ("dark", 360)])
+)
 def test_a_browser_shows_the_page(
     faulty: fl.Flow, page: Path, tmp_path: Path, scheme: str, width: int
 ) -> None:
@@ -345,7 +348,7 @@ def test_hostile_names_are_shown_not_obeyed(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, which is not installed")
-@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize("planted", slow_unless([True], [False, True]))
 def test_a_browser_runs_no_script_in_the_page(tmp_path: Path, planted: bool) -> None:
     """Not that of a name, and not one that somebody has put into the file."""
     page = flow_page(spoilt(), tmp_path)[0]

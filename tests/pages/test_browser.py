@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from browsing import AXE, CHROMIUM, Browser, Tab
+from cases import slow_unless
 from frostlab.pages.write import PAGE, report
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, which is not installed")
@@ -46,7 +47,7 @@ def brightness(colour: str) -> int:
     return sum(int(number) for number in re.findall(r"\d+", colour)[:3])
 
 
-@pytest.mark.parametrize("which", ["reported", "tuned_page"])
+@pytest.mark.parametrize("which", slow_unless(["tuned_page"], ["reported", "tuned_page"]))
 def test_figures_are_drawn_live_and_nothing_leaves_the_file(
     browser: Browser, which: str, request: pytest.FixtureRequest
 ) -> None:
@@ -140,7 +141,7 @@ def test_curves_can_be_zoomed(browser: Browser, reported: Path) -> None:
     tab.close()
 
 
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", slow_unless([True], [False, True]))
 def test_the_button_switches_the_theme(browser: Browser, reported: Path, dark: bool) -> None:
     tab = browser.open(reported / PAGE, dark=dark)
     draw_all(tab)
@@ -212,8 +213,13 @@ def test_a_phone_need_not_scroll_sideways(browser: Browser, reported: Path, scri
 
 
 @pytest.mark.skipif(not AXE.is_file(), reason="needs axe-core, which `make axe` fetches")
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("which", ["reported", "tuned_page"])
+@pytest.mark.parametrize(
+    ("which", "dark"),
+    slow_unless(
+        [("reported", False), ("tuned_page", True)],
+        [(which, dark) for which in ("reported", "tuned_page") for dark in (False, True)],
+    ),
+)
 def test_accessibility(
     browser: Browser, which: str, dark: bool, request: pytest.FixtureRequest
 ) -> None:

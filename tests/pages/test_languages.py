@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 
+from cases import slow_unless
 from frostlab.comparison.evidence import Evidence, Limit, read_evidence
 from frostlab.comparison.verdict import Word
 from frostlab.errors import BadInput
@@ -113,8 +114,13 @@ def test_times_have_a_sentence(language: str, tuned: Path) -> None:
     assert all(ratio.text in text for text in texts.values())
 
 
-@pytest.mark.parametrize("language", FOREIGN)
-@pytest.mark.parametrize("which", ["compared", "tuned"])
+@pytest.mark.parametrize(
+    ("which", "language"),
+    slow_unless(
+        [("compared", "zh"), ("tuned", "ja")],
+        [(which, language) for which in ("compared", "tuned") for language in FOREIGN],
+    ),
+)
 def test_the_first_screen_is_in_the_language(
     language: str, which: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from cases import TYPICAL, slow_unless
 from frostlab.comparison.load import make_plan
 from frostlab.errors import BadInput
 from frostlab.recipe.load import load_recipe, recipe_from, shipped_recipes
@@ -29,7 +30,7 @@ def numbers_of(values: Any, path: str = "") -> dict[str, float]:
 
 
 @pytest.mark.parametrize("scale", ["tiny", "small"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", slow_unless(TYPICAL, RECIPES))
 def test_every_recipe_becomes_smaller_and_stays_itself(name: str, scale: str) -> None:
     full, scaled = load_recipe(name), load_recipe(name, {"scale": scale})
     assert (full.scale, scaled.scale) == ("full", scale)

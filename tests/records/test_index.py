@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from cases import slow_unless
 from frostlab.errors import BadInput
 from frostlab.records import index
 from frostlab.records.annotations import add_note, add_tag
@@ -346,7 +347,7 @@ def harm(path: Path, chance: random.Random) -> None:
             path.write_bytes(data + json.dumps(step_event(4)).encode() + b'\nnull\n{"k')
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", slow_unless(range(5), range(25)))
 def test_damage_gives_the_answer_of_a_naive_reader(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     for i in range(12):

@@ -26,7 +26,7 @@ from frostlab.surgery.save import load_trainable, save_trainable
 from frostlab.training.state import Best, Progress
 from run_made import RESULT, START
 
-QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 STARTED = {key: value for key, value in START.items() if key not in ("kind", "at", "step")}
 number = st.floats(allow_nan=False, allow_infinity=False)
 whole = st.integers(-(2**63), 2**63 - 1)

@@ -18,8 +18,14 @@ from growing import CAUSAL, HUGGING, LAYERS, OWN, answers, build, distance
 INITS = ("identity", "random", "copy")
 
 
-@pytest.mark.parametrize("init", INITS)
-@pytest.mark.parametrize("name", HUGGING)
+@pytest.mark.parametrize(
+    ("name", "init"),
+    [
+        pytest.param(name, init, marks=() if init == "copy" or name == "bert" else pytest.mark.slow)
+        for name in HUGGING
+        for init in INITS
+    ],
+)
 def test_grown_models_save_and_load(name: str, init: Any, tmp_path: Path) -> None:
     model = build(name)
     growth = fl.grow(model, 2, "bottom", init)

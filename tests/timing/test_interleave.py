@@ -13,6 +13,7 @@ import pytest
 import torch
 from scipy.stats import binom
 
+from cases import slow_unless
 from frostlab.timing import interleave
 from frostlab.timing.clock import BlockSeconds
 from frostlab.timing.interleave import (
@@ -126,7 +127,7 @@ def test_blocks_come_back_to_the_same_batches(block: int) -> None:
     assert len(counts) == min(16, 4 * block, block * max(1, 16 // block))
 
 
-@pytest.mark.parametrize("slower", [0.01, pytest.param(0.02, marks=pytest.mark.slow), 0.05])
+@pytest.mark.parametrize("slower", slow_unless([0.01], [0.01, 0.02, 0.05]))
 def test_known_slowdowns_are_found_on_a_simulated_clock(
     monkeypatch: pytest.MonkeyPatch, slower: float
 ) -> None:
@@ -151,8 +152,8 @@ def test_known_slowdowns_are_found_on_a_simulated_clock(
 @pytest.mark.parametrize(
     ("noise", "memory", "offset", "pairs", "timings"),
     [
-        (0.003, 0.0025, 0.0, 4, 150),
-        (0.003, 0.0, 0.003, 4, 150),
+        (0.003, 0.0025, 0.0, 4, 60),
+        (0.003, 0.0, 0.003, 4, 60),
         pytest.param(0.003, 0.0025, 0.0, 4, 500, marks=pytest.mark.slow),
         pytest.param(0.003, 0.0, 0.003, 4, 500, marks=pytest.mark.slow),
         pytest.param(0.019, 0.0, 0.0, 4, 500, marks=pytest.mark.slow),

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from cases import slow_unless
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-TIMINGS = 60
+TIMINGS = 40
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +32,19 @@ def script() -> Any:
 
 @pytest.mark.parametrize(
     ("name", "wrong"),
-    [
-        ("drift of 10 % a minute", "unproven"),
-        ("one block in five is preempted", "unproven"),
-        ("first block of an arm +2.5 %", "interval_excludes_truth"),
-        ("carry-over of 10 % after a heavy arm", "interval_excludes_truth"),
-        ("offset of 0.3 % per copy, 5 arms", "interval_excludes_truth"),
-    ],
+    slow_unless(
+        [
+            ("one block in five is preempted", "unproven"),
+            ("carry-over of 10 % after a heavy arm", "interval_excludes_truth"),
+        ],
+        [
+            ("drift of 10 % a minute", "unproven"),
+            ("one block in five is preempted", "unproven"),
+            ("first block of an arm +2.5 %", "interval_excludes_truth"),
+            ("carry-over of 10 % after a heavy arm", "interval_excludes_truth"),
+            ("offset of 0.3 % per copy, 5 arms", "interval_excludes_truth"),
+        ],
+    ),
 )
 def test_a_disturbance_fools_the_simpler_timing_only(script: Any, name: str, wrong: str) -> None:
     scenario = script.SCENARIOS[name]

@@ -127,10 +127,13 @@ def test_early_stopping_in_a_run_is_exact(
 FOR_GPT = [name for name in TREATMENTS if name != "frozen-up-gate"]  # GPT has no gate
 
 
+SHORT = tiny(data__examples=64, train__epochs=1)
+
+
 @pytest.fixture(scope="module")
 def treated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fl.RunRecord]:
     runs = tmp_path_factory.mktemp("treated")
-    return {name: fl.run(tiny(treatment=name), runs=runs) for name in FOR_GPT}
+    return {name: fl.run(SHORT | {"treatment": name}, runs=runs) for name in FOR_GPT}
 
 
 def test_a_treatment_of_the_gate_needs_a_gate(tmp_path: Path) -> None:
@@ -172,7 +175,7 @@ def test_an_explicit_treatment_equals_the_named_one(
         "init": [{"method": "orthogonalize", "select": ["query", "key"]}],
         "freeze": ["query", "key"],
     }
-    record = fl.run(tiny(treatment=spelled), runs=tmp_path)
+    record = fl.run(SHORT | {"treatment": spelled}, runs=tmp_path)
     assert record.result.weights_digest == treated["oelm"].result.weights_digest
     assert record.folder.name == "run-explicit-s0"
 

@@ -141,8 +141,8 @@ def test_a_file_that_cannot_grow_loses_nothing_that_was_finished(tmp_path: Path)
 
 
 def test_out_of_memory_is_one_line(tmp_path: Path) -> None:
-    recipe = tiny(model__width=1024, model__layers=4, train__steps=3, train__epochs=None)
-    said = limited(resource.RLIMIT_AS, 600_000_000, recipe, tmp_path / "run")
+    recipe = tiny(model__width=1024, model__layers=2, train__steps=3, train__epochs=None)
+    said = limited(resource.RLIMIT_AS, 300_000_000, recipe, tmp_path / "run")
     assert said.startswith("out of memory; lower train.batch 32 or data.length 12")
     assert fl.RunRecord(tmp_path / "run").status == "failed"
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import frostlab as fl
+from cases import slow_unless
 from forked import attempt
 from frostlab.comparison.load import make_plan
 from frostlab.data.prepare import prepare
@@ -280,7 +281,7 @@ def taken(kind: type[EagerStep], parts: int, **more: Any) -> tuple[fl.Flow, Eage
     return step.flow, step
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", slow_unless([2], [1, 2]))
 def test_captured_steps_are_measured_as_eager_ones(parts: int) -> None:
     """A stand-in for graphs runs the recorded work again; measured steps have their own."""
     recorded: list[str] = []

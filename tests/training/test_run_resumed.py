@@ -21,12 +21,13 @@ RECIPE: dict[str, Any] = {
     "evaluate": {"every": 7},
 }
 MOMENTS = [
-    ("step", 17), ("update", 21), ("evaluation", 30), ("report", 1), ("rename", 1), ("rename", 18),
-    ("clean-up", 5), ("half a file", 1), ("half a file", 7), ("half an event", 9), ("result", 1),
+    ("update", 21), ("report", 1), ("clean-up", 5), ("half a file", 1), ("half an event", 9),
     ("sealed", 1), ("frozen", 1),
     *(pytest.param(moment, count, marks=pytest.mark.slow) for moment, count in (
         ("step", 2), ("step", 24), ("update", 1), ("evaluation", 1), ("rename", 3), ("clean-up", 1),
         ("half a file", 2), ("half a file", 12), ("half an event", 2), ("frozen", 2),
+        ("rename", 1), ("rename", 18), ("half a file", 7), ("step", 17), ("evaluation", 30),
+        ("result", 1),
     )),
 ]  # fmt: skip
 
@@ -56,7 +57,7 @@ def test_killed_at_a_chosen_moment(
 
 
 @pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))]
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
 )
 def test_killed_again_and_again_at_random(
     seed: int, tmp_path: Path, uninterrupted: dict[str, Any]

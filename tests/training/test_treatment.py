@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 import frostlab as fl
+from cases import slow_unless
 from frostlab.models.build import build_model
 from frostlab.recipe.load import recipe_from
 from frostlab.records.schema import EvaluationEvent
@@ -145,7 +146,9 @@ def test_a_baseline_is_called_so_and_equals_none(tmp_path: Path, baseline: fl.Ru
     assert losses(none) == losses(baseline)
 
 
-@pytest.mark.parametrize("name", ["frozen-embedding", "head", "norms", "bitfit"])
+@pytest.mark.parametrize(
+    "name", slow_unless(["head", "bitfit"], ["frozen-embedding", "head", "norms", "bitfit"])
+)
 def test_a_peer_trains(name: str, tmp_path: Path, baseline: fl.RunRecord) -> None:
     record = fl.run(longer(name), runs=tmp_path)
     assert trained(record)

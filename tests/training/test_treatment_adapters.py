@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import frostlab as fl
+from cases import slow_unless
 from forked import attempt, outcome
 from frostlab.records.schema import EvaluationEvent, ResumeEvent, StageEvent
 from frostlab.training.step import eager as steps
@@ -123,7 +124,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> fl.RunRecord:
     return fl.run(longer("baseline"), runs=tmp_path_factory.mktemp("baseline"))
 
 
-@pytest.mark.parametrize("method", ADAPTERS)
+@pytest.mark.parametrize("method", slow_unless(["dora"], ADAPTERS))
 def test_a_run_pairs_with_its_baseline(method: str, tmp_path: Path, baseline: fl.RunRecord) -> None:
     record = fl.run(longer(for_model("gpt", method)), runs=tmp_path)
     assert record.folder.name == f"run-{method}-s0"
@@ -145,7 +146,9 @@ def test_a_run_pairs_with_its_baseline(method: str, tmp_path: Path, baseline: fl
     assert stage.freeze == ["all", "embedding", "!adapter", "!head"]
 
 
-@pytest.mark.parametrize("treatment", ["frozen-embedding", "bitfit", spelled("lora", FUSED)])
+@pytest.mark.parametrize(
+    "treatment", slow_unless(["bitfit"], ["frozen-embedding", "bitfit", spelled("lora", FUSED)])
+)
 def test_a_language_model_whose_head_is_frozen_trains(treatment: Any, tmp_path: Path) -> None:
     own = tmp_path / "own.txt"
     own.write_text("\n".join("one two one three one two one four" for _ in range(400)))
@@ -156,7 +159,7 @@ def test_a_language_model_whose_head_is_frozen_trains(treatment: Any, tmp_path: 
     assert "tokens.weight" in record.digests.frozen
 
 
-@pytest.mark.parametrize("batching", ["bucketed", "packed"])
+@pytest.mark.parametrize("batching", slow_unless(["packed"], ["bucketed", "packed"]))
 def test_a_hugging_face_model(batching: str, tmp_path: Path) -> None:
     sizes = {key: SIZES[key] for key in SIZES if key != "vocab_size"}
     model = {"kind": "pretrained", "name": "bert", "weights": False, "config": sizes}
@@ -166,7 +169,7 @@ def test_a_hugging_face_model(batching: str, tmp_path: Path) -> None:
     assert len(record.digests.touched) == 2 * 2 * 2
 
 
-@pytest.mark.parametrize("method", ADAPTERS)
+@pytest.mark.parametrize("method", slow_unless(["dora"], ADAPTERS))
 def test_a_run_that_broke_off_is_gone_on_with_bit_for_bit(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -48,12 +49,19 @@ BAD = {
 }
 
 
+@pytest.fixture(scope="module")
+def files() -> Iterator[MatFiles]:
+    made = MatFiles()
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_no_array_of_numbers_is_refused(tmp_path: Path, name: str) -> None:
+def test_what_is_no_array_of_numbers_is_refused(tmp_path: Path, name: str, files: MatFiles) -> None:
     variables, message = BAD[name]
     io.savemat(tmp_path / "a.mat", variables)
     with pytest.raises(BadInput) as caught:
-        MatFiles().read(tmp_path / "a.mat", "eeg")
+        files.read(tmp_path / "a.mat", "eeg")
     assert message in str(caught.value)
 
 
@@ -73,11 +81,16 @@ def test_cut_files_and_pipes_are_one_line(good: Path, tmp_path: Path) -> None:
     ("program", "message"),
     [
         ("import os; os.kill(os.getpid(), 11)", "signal 11"),
-        ("import sys; sys.exit(3)", "exit code 3"),
+        pytest.param("import sys; sys.exit(3)", "exit code 3", marks=pytest.mark.slow),
         ("import time; time.sleep(60)", "it took too long"),
         ('print(\'{"shapes": {"eeg": [[-1]]}}\', flush=True)', "the process that reads it ended"),
-        ('print(\'{"shapes": {"eeg": [[1 << 40]]}}\', flush=True)', "ended"),
-        ("print('[' * 100, flush=True)", "ended"),
+        *(
+            pytest.param(program, "ended", marks=pytest.mark.slow)
+            for program in (
+                'print(\'{"shapes": {"eeg": [[1 << 40]]}}\', flush=True)',
+                "print('[' * 100, flush=True)",
+            )
+        ),
     ],
 )
 def test_a_crash_is_one_line(
