@@ -31,6 +31,8 @@ LONGEST = 100  # characters of a text in a chart
 _LARGEST = 1e300  # larger numbers are not drawn, like infinity
 LABEL = 40  # characters of a label at an axis, whose width is slow to measure
 _ID = re.compile(r'( id="|"url\(#)((?:clip|gradient_)\d+)(?=[")])')
+_ATTRIBUTE = re.compile(r' ([\w:-]+)="([^"]*)"')
+_SHAPE = re.compile(r'<(path|rect|line|circle)((?: [\w:-]+="[^"]*")+)(/?)>')
 _ELEMENTS = frozenset({
     "svg", "g", "path", "rect", "circle", "line", "text", "tspan", "title", "defs", "clipPath",
     "linearGradient", "stop",
@@ -102,7 +104,7 @@ def still(chart: Any) -> str:
     spec = themed(chart, in_page=False)
     if _has_zoom(spec):
         spec = _unclipped(spec)
-    return str(_draw("svg", spec))
+    return _SHAPE.sub(_with_own_opacity, _draw("svg", spec))
 
 
 def _has_zoom(spec: dict[str, Any]) -> bool:
@@ -121,6 +123,24 @@ def _unclipped(spec: dict[str, Any]) -> dict[str, Any]:
         if key in spec:
             spec[key] = list(map(_unclipped, spec[key]))
     return spec
+
+
+def _with_own_opacity(shape: re.Match[str]) -> str:
+    """Replace the opacity of a shape by that of its fill or stroke, if it has only one of them.
+
+    It looks the same, but is turned into PNG several times faster: nothing has to be blended.
+    """
+    attributes = dict(_ATTRIBUTE.findall(shape[2]))
+    painted = [paint for paint in ("fill", "stroke")
+               if attributes.get(paint, "none") not in ("none", "transparent")]  # fmt: skip
+    opacity = float(attributes.get("opacity", 1))
+    if opacity == 1 or len(painted) != 1:
+        return shape[0]
+    del attributes["opacity"]
+    own = f"{painted[0]}-opacity"
+    attributes[own] = f"{opacity * float(attributes.get(own, 1)):.6g}"
+    written = "".join(f' {name}="{value}"' for name, value in attributes.items())
+    return f"<{shape[1]}{written}{shape[3]}>"
 
 
 def page_svg(drawing: str, name: str) -> Markup:
