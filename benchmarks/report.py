@@ -38,6 +38,7 @@ SMALL = {
     "clock": {"seconds": 1.0},
 }
 ARMS, SEEDS = 20, 12
+EVENTS = "events.jsonl"
 # Prints the peak memory of the command in MiB and whether it imported torch. (ru_maxrss would be at
 # least the memory of the process that started it.)
 COMMAND = """
@@ -103,7 +104,7 @@ def enlarge(small: Path, large: Path, events: int) -> int:
     arms = {"baseline": evidence["baseline"]}
     arms |= {f"oelm-{number}": "oelm" for number in range(1, ARMS)}
     each = events // (ARMS * SEEDS)
-    total = 0
+    total, steps = 0, {}
     for arm, model in arms.items():
         runs = evidence["arms"][model]["runs"]
         for seed in range(SEEDS):
@@ -112,7 +113,8 @@ def enlarge(small: Path, large: Path, events: int) -> int:
             target.mkdir(parents=True)
             for file in (*source.glob("*.json"), source / "recipe.yaml"):
                 shutil.copy(file, target)
-            total += repeat_events(source / "events.jsonl", target / "events.jsonl", each)
+            written, steps[arm, seed] = repeat_events(source, target, each)
+            total += written
 
     def multiplied(by_arm: dict[str, Any]) -> dict[str, Any]:
         """Return values by arm for all arms."""
@@ -122,7 +124,8 @@ def enlarge(small: Path, large: Path, events: int) -> int:
     for arm, values in evidence["arms"].items():
         runs = values["runs"]
         values["runs"] = [
-            runs[seed % len(runs)] | {"seed": seed, "folder": f"runs/{arm}-s{seed}"}
+            runs[seed % len(runs)]
+            | {"seed": seed, "folder": f"runs/{arm}-s{seed}", "steps": steps[arm, seed]}
             for seed in range(SEEDS)
         ]
     for key in ("verdicts", "confounds", "mcnemar", "flow"):
@@ -154,18 +157,18 @@ def enlarge(small: Path, large: Path, events: int) -> int:
     return total
 
 
-def repeat_events(source: Path, target: Path, count: int) -> int:
+def repeat_events(source: Path, target: Path, count: int) -> tuple[int, int]:
     """Write the events of a run and then its steps again and again, until there are `count`.
 
-    Every twentieth repetition has an evaluation too.
+    Every twentieth repetition has an evaluation too. Return the numbers of events and of steps.
     """
-    lines = [json.loads(line) for line in source.read_text().splitlines()]
+    lines = [json.loads(line) for line in (source / EVENTS).read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
     keys = ("step", "first")
     evaluation = next(line for line in lines if line["kind"] == "evaluation")
     last = max(line["step"] for line in steps)
     written, turn = len(lines), 1
-    with target.open("w") as file:
+    with (target / EVENTS).open("w") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
         while written < count:
             more = [line | {key: line[key] + turn * last for key in keys} for line in steps]
@@ -174,7 +177,7 @@ def repeat_events(source: Path, target: Path, count: int) -> int:
             more = more[: count - written]
             file.writelines(json.dumps(line) + "\n" for line in more)
             written, turn = written + len(more), turn + 1
-    return written
+    return written, more[-1]["step"] if turn > 1 else last
 
 
 if __name__ == "__main__":
