@@ -51,8 +51,8 @@ def test_the_opacity_of_a_shape_belongs_to_what_it_paints() -> None:
     ]
     encoding = {field: {"field": field, "type": "quantitative"} for field in ("x", "y")}
     values = [{"x": 0, "y": 1}, {"x": 1, "y": 2}]
-    drawing = still({"data": {"values": values},
-                     "layer": [{"mark": mark, "encoding": encoding} for mark in marks]})  # fmt: skip
+    layers = [{"mark": mark, "encoding": encoding} for mark in marks]
+    drawing = still({"data": {"values": values}, "layer": layers})
     assert drawing.count(' fill-opacity="0.2"') == 1
     assert drawing.count(' stroke-opacity="0.3"') == 1
     assert drawing.count(' opacity="0.75"') == 2

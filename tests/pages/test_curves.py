@@ -82,6 +82,17 @@ def test_values_that_are_not_finite_and_truncated_lines_are_left_out(tmp_path: P
     assert curve.metric("loss") == {2: 0.5, 4: 0.5}
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [json.dumps(step_event(2, [2.0, 3.0])).replace("2.0, ", "2.0\n").splitlines(), ["[1]", "7"]],
+)
+def test_lines_that_are_no_objects_are_left_out(tmp_path: Path, damaged: list[str]) -> None:
+    folder = write(tmp_path / "run", step_event(1, [1.0]), *damaged, step_event(4, [4.0]))
+    curve = read_curve(folder)
+    assert curve is not None
+    assert curve.losses == {1: 1.0, 4: 4.0}
+
+
 def test_the_times_of_the_warm_up_are_left_out(tmp_path: Path) -> None:
     steps = step_event(1, [1.0] * 4, ms=[900.0, 800.0, 10.0, 20.0], warmup=2)
     curve = read_curve(write(tmp_path / "run", steps))
@@ -92,8 +103,8 @@ def test_the_times_of_the_warm_up_are_left_out(tmp_path: Path) -> None:
 
 def test_only_the_needed_kinds_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = []
-    whole = curves.parse
-    monkeypatch.setattr(curves, "parse", lambda line: parsed.append(line) or whole(line))
+    whole = curves._parsed
+    monkeypatch.setattr(curves, "_parsed", lambda lines: parsed.extend(lines) or whole(lines))
     noise = [{"kind": kind, "step": 1} for kind in ("flow", "checkpoint", "note", "epoch")] * 50
     curve = read_curve(write(tmp_path / "run", *noise, step_event(1, [1.0]), *noise))
     assert curve is not None
