@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 import tracemalloc
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from frostlab.errors import BadInput
 from frostlab.pages import curves
+from frostlab.pages.compared import document
 from frostlab.pages.curves import mean_points, read_curve, span_of, thinned
 from frostlab.records.folder import RunRecord
 from frostlab.records.schema import EvaluationEvent, StepEvent
@@ -123,6 +125,24 @@ def test_memory_does_not_grow_with_the_events(tmp_path: Path) -> None:
     assert curve is not None
     assert len(curve.losses) == curves.POINTS
     assert peak < 400_000 < (folder / "events.jsonl").stat().st_size / 2
+
+
+@pytest.mark.parametrize(("arms", "points"), [(1, 200), (10, 200), (20, 100), (500, 50)])
+def test_many_curves_have_fewer_points_each(arms: int, points: int) -> None:
+    assert curves.most_points(arms) == points
+    line = mean_points([{step: float(step) for step in range(1000)}], log=False, most=points)
+    assert 0.9 * points < len(line) <= points
+
+
+def test_the_points_of_a_whole_figure_are_bounded(
+    compared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(curves, "_ALL_POINTS", 9)  # three for each of three arms
+    monkeypatch.setattr(curves, "_FEWEST", 2)
+    figures = {figure.name: figure for figure in document(compared, "en").figures}
+    points = Counter(row["arm"] for row in figures["training-loss"].rows)
+    assert points == {"baseline": 3, "oelm": 3, "oelm-random": 3}
+    assert "mean of successive steps" in figures["training-loss"].caption
 
 
 def test_a_run_without_events_has_no_curve(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from frostlab.storage import parse_json, read_lines
 from frostlab.typed import parse
 
 POINTS = 200  # of a curve, at most
+_ALL_POINTS = 2000  # of all curves of a figure, about
+_FEWEST = 50  # points that a curve has in any figure, if it has so many
 # an event of any other kind than those that a curve needs
 _SKIPPED = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(?!(?:step|evaluation|resume)")\w+"')
 _EVENTS = "events.jsonl"
@@ -53,6 +55,11 @@ class Curve:
     def seconds(self) -> dict[int, float]:
         """Return the run's time until each evaluation, by step."""
         return {evaluation.step: evaluation.seconds for evaluation in self.evaluations}
+
+
+def most_points(curves: int) -> int:
+    """Return how many points each curve of a figure may have, so that it can be drawn quickly."""
+    return max(_FEWEST, min(POINTS, _ALL_POINTS // max(1, curves)))
 
 
 def span_of(steps: int, most: int = POINTS) -> int:
@@ -190,7 +197,10 @@ class _Average:
 
 
 def mean_points(
-    runs: Sequence[Mapping[int, float]], log: bool, places: Sequence[Mapping[int, float]] = ()
+    runs: Sequence[Mapping[int, float]],
+    log: bool,
+    places: Sequence[Mapping[int, float]] = (),
+    most: int = POINTS,
 ) -> list[dict[str, Any]]:
     """Return the mean over runs, with the band mean ± standard deviation, at every step.
 
@@ -211,7 +221,7 @@ def mean_points(
         ends = [None if end is None else math.exp(end) if log else end for end in (low, mean, high)]
         points.append({"step": step, "x": fmean(at) if at else step, "mean": ends[1],
                        "low": ends[0], "high": ends[2], "runs": len(values)})  # fmt: skip
-    return thinned(points, "mean")
+    return thinned(points, "mean", most)
 
 
 def thinned(points: Sequence[dict[str, Any]], key: str, most: int = POINTS) -> list[dict[str, Any]]:
