@@ -39,10 +39,11 @@ SMALL = {
 }
 ARMS, SEEDS = 20, 12
 EVENTS = "events.jsonl"
-# Prints the peak memory of the command in MiB and whether it imported torch. (ru_maxrss would be at
-# least the memory of the process that started it.)
+# Prints the peak memory in MiB of the command and of the process that draws its charts, and whether
+# it imported torch. (The ru_maxrss of a process is at least the memory of the one that started it,
+# so that of the drawing process is an upper bound.)
 COMMAND = """
-import re, sys
+import re, resource, sys
 from pathlib import Path
 from frostlab.cli.main import app
 sys.argv[1:] = ["report", sys.argv[1]]
@@ -51,7 +52,8 @@ try:
 except SystemExit as error:
     assert not error.code, error.code
 peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]
-print(int(peak) // 1024, "torch" in sys.modules)
+drawing = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+print(int(peak) // 1024, drawing // 1024, "torch" in sys.modules)
 """
 
 
@@ -88,10 +90,11 @@ def measure(what: str, folder: Path) -> None:
             raise SystemExit(done.stderr[-2000:])
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        megabytes, torch = done.stdout.split()[-2:]
+        own, drawing, torch = done.stdout.split()[-3:]
         report("report", {
             "of": what, "state": state, "seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2),
-            "peak_mib": int(megabytes), "imports_torch": torch == "True",
+            "peak_mib": int(own) + int(drawing), "of_drawing_mib": int(drawing),
+            "imports_torch": torch == "True",
             "page_mb": round((folder / "report.html").stat().st_size / 1e6, 2),
             "load": round(os.getloadavg()[0], 1),
         })  # fmt: skip

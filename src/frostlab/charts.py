@@ -9,8 +9,9 @@ import json
 import re
 import struct
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 from xml.etree import ElementTree
 
 from markupsafe import Markup
@@ -18,6 +19,7 @@ from markupsafe import Markup
 from frostlab.errors import FrostlabError, first_line, require
 from frostlab.text import plain
 
+_Drawing = TypeVar("_Drawing", str, bytes)
 # Colours of arms, which differ for people with every kind of colour vision (after Okabe and Ito)
 # and are legible on white and on black.
 PALETTE = (
@@ -92,19 +94,21 @@ def themed(
 
 def png(spec: dict[str, Any], scale: float) -> bytes:
     """Draw a Vega-Lite specification as a PNG file."""
-    return _compressed(_draw("png", spec, scale=scale))
+    _, vl_convert = require_drawing("drawing a chart")
+    return _compressed(_draw(spec, partial(vl_convert.vegalite_to_png, scale=scale)))
 
 
-def still(chart: Any) -> str:
+def still(chart: Any, draw: Callable[[str], str] | None = None) -> str:
     """Draw a chart or its specification as SVG on white, without what only a live chart needs.
 
     A chart that can be zoomed clips its marks at the axes. A still picture shows all marks, so zoom
-    and clipping are removed: clipping takes most of the time of turning SVG into PNG.
+    and clipping are removed: clipping takes most of the time of turning SVG into PNG. `draw` draws
+    JSON in another process; by default it is drawn in this one.
     """
     spec = themed(chart, in_page=False)
     if _has_zoom(spec):
         spec = _unclipped(spec)
-    return _SHAPE.sub(_with_own_opacity, _draw("svg", spec))
+    return _SHAPE.sub(_with_own_opacity, _drawn_svg(spec, draw))
 
 
 def _has_zoom(spec: dict[str, Any]) -> bool:
@@ -164,19 +168,22 @@ def svg(spec: dict[str, Any], name: str) -> Markup:
 
     The ids of the drawing begin with `name`, because a page can hold several drawings.
     """
-    return checked_svg(_draw("svg", spec), name)
+    return checked_svg(_drawn_svg(spec), name)
 
 
-def _draw(kind: str, spec: dict[str, Any], **options: Any) -> Any:
+def _drawn_svg(spec: dict[str, Any], draw: Callable[[str], str] | None = None) -> str:
     _, vl_convert = require_drawing("drawing a chart")
+    return _numbered(_draw(spec, draw or vl_convert.vegalite_to_svg))
+
+
+def _draw(spec: dict[str, Any], draw: Callable[[str], _Drawing]) -> _Drawing:
     text = json.dumps(cleaned(spec), allow_nan=False)
     try:
-        drawing = getattr(vl_convert, f"vegalite_to_{kind}")(text, **options)
+        return draw(text)
     except ValueError as error:  # the library's only error, with a trace of its JavaScript
         lines = str(error).splitlines()
         reason = lines[1] if len(lines) > 1 else first_line(error)
         raise FrostlabError(f"the chart cannot be drawn: {plain(reason)}") from None
-    return _numbered(drawing) if kind == "svg" else drawing
 
 
 def _numbered(drawing: str) -> str:
