@@ -5,15 +5,17 @@ process run meanwhile. This file is also the program of the second process, whic
 else of frostlab.
 """
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, ParamSpec, TypeVar
+from typing import IO, Any, ParamSpec, TypeVar
 
 _Values = ParamSpec("_Values")
 _Result = TypeVar("_Result")
@@ -60,8 +62,9 @@ class Drawer:
         if process is not None:
             process.kill()
             process.wait()
-            for pipe in (process.stdin, process.stdout):
-                _open(pipe).close()
+            _open(process.stdout).close()
+            with suppress(BrokenPipeError):  # a request that was not sent whole
+                _open(process.stdin).close()
 
     def later(
         self, work: Callable[_Values, _Result], *values: _Values.args, **options: _Values.kwargs
@@ -109,8 +112,7 @@ def _open(pipe: IO[bytes] | None) -> IO[bytes]:
 def _main(library: str) -> None:
     """Answer each line of the standard input; before the first one, start the drawing library."""
     sys.path.append(library)
-    import vl_convert
-
+    vl_convert: Any = importlib.import_module("vl_convert")
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing else is written among the answers
     vl_convert.vegalite_to_svg({"data": {"values": []}, "mark": "point"})
