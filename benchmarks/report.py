@@ -9,12 +9,14 @@ import argparse
 import copy
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +40,16 @@ SMALL = {
     "clock": {"seconds": 1.0},
 }
 ARMS, SEEDS = 20, 12
-# Prints the peak memory of the command in MiB and whether it imported torch. (ru_maxrss would be at
-# least the memory of the process that started it.)
+EVENTS = "events.jsonl"
 COMMAND = """
-import re, sys
-from pathlib import Path
+import sys
 from frostlab.cli.main import app
 sys.argv[1:] = ["report", sys.argv[1]]
 try:
     app()
 except SystemExit as error:
     assert not error.code, error.code
-peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]
-print(int(peak) // 1024, "torch" in sys.modules)
+print("torch" in sys.modules)
 """
 
 
@@ -66,34 +65,70 @@ def main() -> None:
             shutil.copytree(asked.folder, small)
         else:
             compare(SMALL, out=small)
-        measure("3 arms × 6 seeds", small)
+        measure("3 arms × 6 seeds", small, Path(name) / "cache")
         events = enlarge(small, large, asked.events)
-        measure(f"{ARMS} arms × {SEEDS} seeds, {events:,} events", large)
+        what = f"{ARMS} arms × {SEEDS} seeds, {events:,} events"
+        measure(what, large, Path(name) / "cache")
 
 
-def measure(what: str, folder: Path) -> None:
-    """Report the seconds, the processor's seconds and the memory of the report of a folder."""
-    for state in ("first", "again", "again"):
+def measure(what: str, folder: Path, cache: Path) -> None:
+    """Report the seconds, the processor's seconds and the memory of the report of a folder.
+
+    The memory is measured in a call of its own, because that takes time.
+    """
+    for state in ("empty cache" if not cache.exists() else "again", "again", "again", "memory"):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         began = time.perf_counter()
-        done = subprocess.run(
+        command = subprocess.Popen(
             [sys.executable, "-c", COMMAND, str(folder)],
-            capture_output=True,
+            stdout=subprocess.PIPE,
             text=True,
-            check=False,
+            env=os.environ | {"FROSTLAB_CACHE": str(cache)},
         )
+        peak = most_memory(command) if state == "memory" else None
+        output, _ = command.communicate()
         seconds = time.perf_counter() - began
-        if done.returncode:
-            raise SystemExit(done.stderr[-2000:])
+        if command.returncode:
+            raise SystemExit(command.returncode)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        megabytes, torch = done.stdout.split()[-2:]
         report("report", {
             "of": what, "state": state, "seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2),
-            "peak_mib": int(megabytes), "imports_torch": torch == "True",
+            "peak_mb": peak, "imports_torch": output.split()[-1] == "True",
             "page_mb": round((folder / "report.html").stat().st_size / 1e6, 2),
             "load": round(os.getloadavg()[0], 1),
         })  # fmt: skip
+
+
+def most_memory(command: subprocess.Popen[str]) -> int:
+    """Return the most memory (MB) that a command and the processes it starts have at one time.
+
+    Memory that processes share is counted once (proportional set size).
+    """
+    most = 0
+    while command.poll() is None:
+        most = max(most, sum(map(memory, family(command.pid))))
+        time.sleep(0.02)
+    return round(most * 1024 / 1e6)
+
+
+def family(process: int) -> list[int]:
+    """Return a process and those that it started."""
+    started = []
+    for file in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):  # a thread that has just ended
+            started += [int(child) for child in file.read_text().split()]
+    return [process, *(member for child in started for member in family(child))]
+
+
+def memory(process: int) -> int:
+    """Return the proportional set size of a process in KiB; 0 if it has ended."""
+    try:
+        text = Path(f"/proc/{process}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    size = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
+    return int(size[1]) if size else 0
 
 
 def enlarge(small: Path, large: Path, events: int) -> int:
@@ -103,7 +138,7 @@ def enlarge(small: Path, large: Path, events: int) -> int:
     arms = {"baseline": evidence["baseline"]}
     arms |= {f"oelm-{number}": "oelm" for number in range(1, ARMS)}
     each = events // (ARMS * SEEDS)
-    total = 0
+    total, steps = 0, {}
     for arm, model in arms.items():
         runs = evidence["arms"][model]["runs"]
         for seed in range(SEEDS):
@@ -112,7 +147,8 @@ def enlarge(small: Path, large: Path, events: int) -> int:
             target.mkdir(parents=True)
             for file in (*source.glob("*.json"), source / "recipe.yaml"):
                 shutil.copy(file, target)
-            total += repeat_events(source / "events.jsonl", target / "events.jsonl", each)
+            written, steps[arm, seed] = repeat_events(source, target, each)
+            total += written
 
     def multiplied(by_arm: dict[str, Any]) -> dict[str, Any]:
         """Return values by arm for all arms."""
@@ -122,7 +158,8 @@ def enlarge(small: Path, large: Path, events: int) -> int:
     for arm, values in evidence["arms"].items():
         runs = values["runs"]
         values["runs"] = [
-            runs[seed % len(runs)] | {"seed": seed, "folder": f"runs/{arm}-s{seed}"}
+            runs[seed % len(runs)]
+            | {"seed": seed, "folder": f"runs/{arm}-s{seed}", "steps": steps[arm, seed]}
             for seed in range(SEEDS)
         ]
     for key in ("verdicts", "confounds", "mcnemar", "flow"):
@@ -154,18 +191,18 @@ def enlarge(small: Path, large: Path, events: int) -> int:
     return total
 
 
-def repeat_events(source: Path, target: Path, count: int) -> int:
+def repeat_events(source: Path, target: Path, count: int) -> tuple[int, int]:
     """Write the events of a run and then its steps again and again, until there are `count`.
 
-    Every twentieth repetition has an evaluation too.
+    Every twentieth repetition has an evaluation too. Return the numbers of events and of steps.
     """
-    lines = [json.loads(line) for line in source.read_text().splitlines()]
+    lines = [json.loads(line) for line in (source / EVENTS).read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
     keys = ("step", "first")
     evaluation = next(line for line in lines if line["kind"] == "evaluation")
     last = max(line["step"] for line in steps)
     written, turn = len(lines), 1
-    with target.open("w") as file:
+    with (target / EVENTS).open("w") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
         while written < count:
             more = [line | {key: line[key] + turn * last for key in keys} for line in steps]
@@ -174,7 +211,7 @@ def repeat_events(source: Path, target: Path, count: int) -> int:
             more = more[: count - written]
             file.writelines(json.dumps(line) + "\n" for line in more)
             written, turn = written + len(more), turn + 1
-    return written
+    return written, more[-1]["step"] if turn > 1 else last
 
 
 if __name__ == "__main__":

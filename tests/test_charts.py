@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from frostlab.charts import LONGEST, checked_svg, label, svg, themed
+from frostlab.charts import LONGEST, checked_svg, label, still, svg, themed
 from frostlab.errors import FrostlabError
 
 HEAD = '<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9" viewBox="0 0 9 9">'
@@ -40,6 +40,23 @@ def test_a_long_label_is_cut_before_it_is_drawn() -> None:
     assert len(svg(spec, "name")) < 20_000
     assert label("x" * 200_000 + "end").endswith("xend")
     assert len(label("x" * 200_000, LONGEST)) == LONGEST
+
+
+def test_the_opacity_of_a_shape_belongs_to_what_it_paints() -> None:
+    pytest.importorskip("vl_convert")
+    marks = [
+        {"type": "area", "opacity": 0.2},
+        {"type": "line", "opacity": 0.5, "strokeOpacity": 0.6},
+        {"type": "bar", "opacity": 0.75, "stroke": "red"},  # fill and stroke overlap
+    ]
+    encoding = {field: {"field": field, "type": "quantitative"} for field in ("x", "y")}
+    values = [{"x": 0, "y": 1}, {"x": 1, "y": 2}]
+    layers = [{"mark": mark, "encoding": encoding} for mark in marks]
+    drawing = still({"data": {"values": values}, "layer": layers})
+    assert drawing.count(' fill-opacity="0.2"') == 1
+    assert drawing.count(' stroke-opacity="0.3"') == 1
+    assert drawing.count(' opacity="0.75"') == 2
+    assert drawing.count(' opacity="0') == 2
 
 
 def test_what_cannot_be_drawn_is_one_line() -> None:

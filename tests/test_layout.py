@@ -18,6 +18,7 @@ ORDER = (
     "text",
     "html",
     "charts",
+    "drawing",
     "storage",
     "launcher",
     "typed",

@@ -9,8 +9,9 @@ import json
 import re
 import struct
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 from xml.etree import ElementTree
 
 from markupsafe import Markup
@@ -18,6 +19,7 @@ from markupsafe import Markup
 from frostlab.errors import FrostlabError, first_line, require
 from frostlab.text import plain
 
+_Drawing = TypeVar("_Drawing", str, bytes)
 # Colours of arms, which differ for people with every kind of colour vision (after Okabe and Ito)
 # and are legible on white and on black.
 PALETTE = (
@@ -31,6 +33,8 @@ LONGEST = 100  # characters of a text in a chart
 _LARGEST = 1e300  # larger numbers are not drawn, like infinity
 LABEL = 40  # characters of a label at an axis, whose width is slow to measure
 _ID = re.compile(r'( id="|"url\(#)((?:clip|gradient_)\d+)(?=[")])')
+_ATTRIBUTE = re.compile(r' ([\w:-]+)="([^"]*)"')
+_SHAPE = re.compile(r'<(path|rect|line|circle)((?: [\w:-]+="[^"]*")+)(/?)>')
 _ELEMENTS = frozenset({
     "svg", "g", "path", "rect", "circle", "line", "text", "tspan", "title", "defs", "clipPath",
     "linearGradient", "stop",
@@ -90,19 +94,21 @@ def themed(
 
 def png(spec: dict[str, Any], scale: float) -> bytes:
     """Draw a Vega-Lite specification as a PNG file."""
-    return _compressed(_draw("png", spec, scale=scale))
+    _, vl_convert = require_drawing("drawing a chart")
+    return _compressed(_draw(spec, partial(vl_convert.vegalite_to_png, scale=scale)))
 
 
-def still(chart: Any) -> str:
+def still(chart: Any, draw: Callable[[str], str] | None = None) -> str:
     """Draw a chart or its specification as SVG on a white background, without zoom.
 
     A chart that can be zoomed clips its marks at the axes. A still picture shows all marks, so zoom
-    and clipping are removed: clipping takes most of the time of turning SVG into PNG.
+    and clipping are removed: clipping takes most of the time of turning SVG into PNG. `draw` draws
+    JSON in another process; by default it is drawn in this one.
     """
     spec = themed(chart, in_page=False)
     if _has_zoom(spec):
         spec = _unclipped(spec)
-    return str(_draw("svg", spec))
+    return _SHAPE.sub(_with_own_opacity, _drawn_svg(spec, draw))
 
 
 def _has_zoom(spec: dict[str, Any]) -> bool:
@@ -121,6 +127,24 @@ def _unclipped(spec: dict[str, Any]) -> dict[str, Any]:
         if key in spec:
             spec[key] = list(map(_unclipped, spec[key]))
     return spec
+
+
+def _with_own_opacity(shape: re.Match[str]) -> str:
+    """Replace the opacity of a shape by that of its fill or stroke, if it has only one of them.
+
+    It looks the same, but is turned into PNG several times faster: nothing has to be blended.
+    """
+    attributes = dict(_ATTRIBUTE.findall(shape[2]))
+    painted = [paint for paint in ("fill", "stroke")
+               if attributes.get(paint, "none") not in ("none", "transparent")]  # fmt: skip
+    opacity = float(attributes.get("opacity", 1))
+    if opacity == 1 or len(painted) != 1:
+        return shape[0]
+    del attributes["opacity"]
+    own = f"{painted[0]}-opacity"
+    attributes[own] = f"{opacity * float(attributes.get(own, 1)):.6g}"
+    written = "".join(f' {name}="{value}"' for name, value in attributes.items())
+    return f"<{shape[1]}{written}{shape[3]}>"
 
 
 def page_svg(drawing: str, name: str) -> Markup:
@@ -144,19 +168,22 @@ def svg(spec: dict[str, Any], name: str) -> Markup:
 
     The ids of the drawing begin with `name`, because a page can hold several drawings.
     """
-    return checked_svg(_draw("svg", spec), name)
+    return checked_svg(_drawn_svg(spec), name)
 
 
-def _draw(kind: str, spec: dict[str, Any], **options: Any) -> Any:
+def _drawn_svg(spec: dict[str, Any], draw: Callable[[str], str] | None = None) -> str:
     _, vl_convert = require_drawing("drawing a chart")
+    return _numbered(_draw(spec, draw or vl_convert.vegalite_to_svg))
+
+
+def _draw(spec: dict[str, Any], draw: Callable[[str], _Drawing]) -> _Drawing:
     text = json.dumps(cleaned(spec), allow_nan=False)
     try:
-        drawing = getattr(vl_convert, f"vegalite_to_{kind}")(text, **options)
+        return draw(text)
     except ValueError as error:  # the only error of vl_convert; its text is a JavaScript trace
         lines = str(error).splitlines()
         reason = lines[1] if len(lines) > 1 else first_line(error)
         raise FrostlabError(f"the chart cannot be drawn: {plain(reason)}") from None
-    return _numbered(drawing) if kind == "svg" else drawing
 
 
 def _numbered(drawing: str) -> str:

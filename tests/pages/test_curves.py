@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 import tracemalloc
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from frostlab.errors import BadInput
 from frostlab.pages import curves
+from frostlab.pages.compared import document
 from frostlab.pages.curves import mean_points, read_curve, span_of, thinned
 from frostlab.records.folder import RunRecord
 from frostlab.records.schema import EvaluationEvent, StepEvent
@@ -82,6 +84,17 @@ def test_values_that_are_not_finite_and_truncated_lines_are_left_out(tmp_path: P
     assert curve.metric("loss") == {2: 0.5, 4: 0.5}
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [json.dumps(step_event(2, [2.0, 3.0])).replace("2.0, ", "2.0\n").splitlines(), ["[1]", "7"]],
+)
+def test_lines_that_are_no_objects_are_left_out(tmp_path: Path, damaged: list[str]) -> None:
+    folder = write(tmp_path / "run", step_event(1, [1.0]), *damaged, step_event(4, [4.0]))
+    curve = read_curve(folder)
+    assert curve is not None
+    assert curve.losses == {1: 1.0, 4: 4.0}
+
+
 def test_the_times_of_the_warm_up_are_left_out(tmp_path: Path) -> None:
     steps = step_event(1, [1.0] * 4, ms=[900.0, 800.0, 10.0, 20.0], warmup=2)
     curve = read_curve(write(tmp_path / "run", steps))
@@ -92,8 +105,8 @@ def test_the_times_of_the_warm_up_are_left_out(tmp_path: Path) -> None:
 
 def test_only_the_needed_kinds_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = []
-    whole = curves.parse
-    monkeypatch.setattr(curves, "parse", lambda line: parsed.append(line) or whole(line))
+    whole = curves._parsed
+    monkeypatch.setattr(curves, "_parsed", lambda lines: parsed.extend(lines) or whole(lines))
     noise = [{"kind": kind, "step": 1} for kind in ("flow", "checkpoint", "note", "epoch")] * 50
     curve = read_curve(write(tmp_path / "run", *noise, step_event(1, [1.0]), *noise))
     assert curve is not None
@@ -112,6 +125,24 @@ def test_memory_does_not_grow_with_the_events(tmp_path: Path) -> None:
     assert curve is not None
     assert len(curve.losses) == curves.POINTS
     assert peak < 400_000 < (folder / "events.jsonl").stat().st_size / 2
+
+
+@pytest.mark.parametrize(("arms", "points"), [(1, 200), (10, 200), (20, 100), (500, 50)])
+def test_many_curves_have_fewer_points_each(arms: int, points: int) -> None:
+    assert curves.most_points(arms) == points
+    line = mean_points([{step: float(step) for step in range(1000)}], log=False, most=points)
+    assert 0.9 * points < len(line) <= points
+
+
+def test_the_points_of_a_whole_figure_are_bounded(
+    compared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(curves, "_ALL_POINTS", 9)  # three for each of three arms
+    monkeypatch.setattr(curves, "_FEWEST", 2)
+    figures = {figure.name: figure for figure in document(compared, "en").figures}
+    points = Counter(row["arm"] for row in figures["training-loss"].rows)
+    assert points == {"baseline": 3, "oelm": 3, "oelm-random": 3}
+    assert "mean of successive steps" in figures["training-loss"].caption
 
 
 def test_a_run_without_events_has_no_curve(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import altair as alt
 import pytest
 
+from frostlab.drawing import Drawer
 from frostlab.pages.content import Document, Figure
 from frostlab.pages.write import _files
 
@@ -12,5 +13,6 @@ def test_a_figure_that_is_shown_alone_has_the_caution(caution: str | None) -> No
     chart = alt.Chart(alt.Data(values=[{"x": 1}])).mark_point().encode(x="x:Q")
     figure = Figure("drawn", "A title", chart, "What it shows.", [{"x": 1}])
     document = Document("title", "about", (figure,), (), caution=caution)
-    drawing = _files(document)["figures/drawn.svg"].decode()
+    with Drawer() as drawer:
+        drawing = _files(document, drawer)["figures/drawn.svg"].decode()
     assert ("Caution: scale tiny" in drawing) == (caution is not None)

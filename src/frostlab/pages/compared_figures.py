@@ -14,7 +14,7 @@ from frostlab.flow.figures import MEANINGS, NUMBER, SIGNS, ZERO, Grid, grid_of, 
 from frostlab.flow.measurements import Flow, flows_of
 from frostlab.pages import figures
 from frostlab.pages.content import FORMATS, Figure
-from frostlab.pages.curves import Curve, mean_points, read_curve, span_of
+from frostlab.pages.curves import Curve, mean_points, most_points, read_curve, span_of
 from frostlab.text import NONE, counted, number, plain
 
 if TYPE_CHECKING:
@@ -49,13 +49,18 @@ def _runs(compared: "Compared", arm: str) -> list[RunSummary]:
 
 def read_curves(compared: "Compared") -> dict[str, list[Curve]]:
     """Return the curves of each arm's finished runs, without runs whose events are missing."""
-    runs = {arm: _runs(compared, arm) for arm in compared.arms}
-    span = span_of(max((run.steps for group in runs.values() for run in group), default=1))
+    span = _span(compared)
     read = {
-        arm: [read_curve(compared.folder / run.folder, span) for run in group]
-        for arm, group in runs.items()
+        arm: [read_curve(compared.folder / run.folder, span) for run in _runs(compared, arm)]
+        for arm in compared.arms
     }
     return {arm: [curve for curve in group if curve is not None] for arm, group in read.items()}
+
+
+def _span(compared: "Compared") -> int:
+    """Return the number of successive steps that are averaged."""
+    steps = (run.steps for arm in compared.arms for run in _runs(compared, arm))
+    return span_of(max(steps, default=1), most_points(len(compared.arms)))
 
 
 # Differences
@@ -274,8 +279,7 @@ def _is_logarithmic(metric: str, values: Mapping[str, Sequence[Mapping[int, floa
 
 
 def _averaged(compared: "Compared") -> str:
-    steps = max((run.steps for arm in compared.arms for run in _runs(compared, arm)), default=1)
-    return "" if span_of(steps) == 1 else " Each point is the mean of successive steps."
+    return "" if _span(compared) == 1 else " Each point is the mean of successive steps."
 
 
 def _curves(
@@ -293,7 +297,7 @@ def _curves(
     """Return the figure of each arm's mean and band; none if no arm has two points."""
     points = []
     for arm, runs in values.items():
-        line = mean_points(runs, log, places.get(arm, ()))
+        line = mean_points(runs, log, places.get(arm, ()), most_points(len(compared.arms)))
         most = max((point["runs"] for point in line), default=0)
         between = max(1, math.ceil(len(line) / _SYMBOLS))
         for index, point in enumerate(line):

@@ -9,7 +9,7 @@ report.js.
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from importlib.resources import files
@@ -115,11 +115,16 @@ def _hash(script: str) -> str:
 def vega() -> str:
     """Return the scripts of Vega, Vega-Lite and Vega-Embed, which are bundled once and cached."""
     _, vl_convert = require_drawing("a report")
+    return (build_vega(vl_convert.javascript_bundle) / _BUNDLE).read_text(encoding="utf-8")
+
+
+def build_vega(bundle: Callable[[], str]) -> Path:
+    """Return the cache's folder of the scripts; `bundle` makes them if it does not exist yet."""
+    _, vl_convert = require_drawing("a report")
 
     def build(folder: Path) -> None:
-        bundle = vl_convert.javascript_bundle().replace("</script", "<\\/script")
-        (folder / _BUNDLE).write_text(bundle, encoding="utf-8")
+        scripts = bundle().replace("</script", "<\\/script")
+        (folder / _BUNDLE).write_text(scripts, encoding="utf-8")
 
     version = f"{vl_convert.get_vega_version()}-{vl_convert.get_vega_embed_version()}"
-    folder = build_once(cache_folder(None) / "vega" / version, build)
-    return (folder / _BUNDLE).read_text(encoding="utf-8")
+    return build_once(cache_folder(None) / "vega" / version, build)

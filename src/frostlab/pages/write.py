@@ -17,16 +17,12 @@ from typing import Any
 
 from frostlab import __version__
 from frostlab.charts import RED, figure_files, require_drawing, still, themed
+from frostlab.drawing import Drawer
 from frostlab.errors import BadInput, FrostlabError, nearest
-from frostlab.experiments import collection
-from frostlab.pages import compared, unfinished
-from frostlab.pages.compared import EVIDENCE
 from frostlab.pages.content import Document, Figure
-from frostlab.pages.document import page
+from frostlab.pages.document import build_vega, page
 from frostlab.pages.languages import LANGUAGES
-from frostlab.pages.one_run import run_report
 from frostlab.pages.record import markdown
-from frostlab.pages.several import many
 from frostlab.pages.tables import table_files
 from frostlab.records.index import is_comparison, is_run
 from frostlab.storage import Lock, file_digest, read_json, remove_temporary
@@ -56,12 +52,19 @@ def report(folder: str | Path, language: str = "en") -> Path:
             f"language {language!r:.40} is not one of {choices}{nearest(language, LANGUAGES)}"
         )
     require_drawing("a report")  # before anything is read
+    with Drawer() as drawer:
+        drawer.later(build_vega, drawer.bundle)
+        return _report(folder, language, drawer)
+
+
+def _report(folder: Path, language: str, drawer: Drawer) -> Path:
     make, sources = _kind(folder)
-    problems = _report_members(folder, language) if make is many.document else []
+    alone = is_comparison(folder) or is_run(folder)
+    problems = [] if alone else _report_members(folder, language, drawer)
     made_from = _digests(folder, sources)
     document = make(folder, language)
     document = replace(document, problems=(*document.problems, *problems))
-    _write(folder, _files(document), {"language": language, "made_from": made_from})
+    _write(folder, _files(document, drawer), {"language": language, "made_from": made_from})
     return folder / PAGE
 
 
@@ -84,16 +87,23 @@ def _kind(folder: Path) -> tuple[Make, tuple[str, ...]]:
     """Return the function that makes a folder's report, and the records that it is made from.
 
     An unfinished comparison has no such records, so its report is never current: its runs change
-    all the time.
+    all the time. Only the modules of this kind of report are imported.
     """
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder" if folder.exists() else f"no folder {folder}")
     if is_comparison(folder):
-        if (folder / EVIDENCE).exists():
-            return compared.document, (EVIDENCE,)
+        from frostlab.pages import compared, unfinished
+
+        if (folder / compared.EVIDENCE).exists():
+            return compared.document, (compared.EVIDENCE,)
         return unfinished.document, ()
     if is_run(folder):
+        from frostlab.pages.one_run import run_report
+
         return run_report.document, run_report.sources(folder)
+    from frostlab.experiments import collection
+    from frostlab.pages.several import many
+
     if collection.is_several(folder):
         return many.document, collection.sources(folder)
     runs = sorted(path for path in folder.iterdir() if is_run(path))
@@ -102,13 +112,15 @@ def _kind(folder: Path) -> tuple[Make, tuple[str, ...]]:
     raise BadInput(f"{folder} holds no run and no comparison")
 
 
-def _report_members(folder: Path, language: str) -> list[str]:
+def _report_members(folder: Path, language: str, drawer: Drawer) -> list[str]:
     """Write the reports inside a folder that are missing or out of date; return the problems."""
+    from frostlab.experiments import collection
+
     problems = []
     for path in collection.reported_folders(folder):
         try:
             if not is_current(path, language):
-                report(path, language)
+                _report(path, language, drawer)
         except FrostlabError as error:
             problems.append(f"{path.relative_to(folder)} has no report of its own: {error}")
     return problems
@@ -121,20 +133,26 @@ def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
 # The files of a report
 
 
-def _files(document: Document) -> dict[str, bytes]:
+def _files(document: Document, drawer: Drawer) -> dict[str, bytes]:
     """Return the content of every file of a report, by its path in the folder."""
-    drawings = {figure.name: still(figure.chart) for figure in document.figures}
-    files = {PAGE: page(document, drawings).encode(), RECORD: markdown(document).encode()}
-    for figure in document.figures:
-        drawing = drawings[figure.name]
-        if document.caution is not None:
-            drawing = still(_with_caution(figure, document.caution))
-        for ending, data in figure_files(drawing).items():
-            files[f"figures/{figure.name}.{ending}"] = data
+    drawn = {figure.name: drawer.later(still, figure.chart, drawer.svg)
+             for figure in document.figures}  # fmt: skip
+    alone = drawn
+    if (caution := document.caution) is not None:
+        alone = {figure.name: drawer.later(still, _with_caution(figure, caution), drawer.svg)
+                 for figure in document.figures}  # fmt: skip
+    files = {RECORD: markdown(document).encode()}  # while the figures are drawn
     for name, data in table_files(document).items():
         files[f"tables/{name}"] = data
     for name, value in document.records.items():
         files[name] = (json.dumps(value, indent=1) + "\n").encode()
+    drawings = {name: drawing.result() for name, drawing in drawn.items()}
+    drawings_alone = {name: drawing.result() for name, drawing in alone.items()}
+    drawer.stop()  # it has more memory than this process
+    for name, drawing in drawings_alone.items():
+        for ending, data in figure_files(drawing).items():
+            files[f"figures/{name}.{ending}"] = data
+    files[PAGE] = page(document, drawings).encode()
     return files
 
 
