@@ -54,6 +54,7 @@ TRAINING = (
     "progress",
     "state",
     "setup",
+    "samples",
     "evaluate",
     "eeg_report",
     "tasks",

@@ -83,8 +83,11 @@ def table(shown: Document, name: str) -> list[list[str]]:
 
 def test_every_number_of_the_page_is_in_a_record_and_torch_stays_out(tmp_path: Path) -> None:
     folder = made(tmp_path / "my-run")
-    predictions = {"split": "report", "labels": [0, 0, 1, 1], "predicted": [0, 1, 1, 1]}
+    predictions = {"split": "report", "labels": [0, 0, 1, 1], "classes": [0, 1, 1, 1]}
     (folder / "predictions.json").write_text(json.dumps(predictions))
+    samples = {"samples": [{"prompt": "On 3 May", "text": " it\nsnowed.", "ended": "end"}],
+               "max_tokens": 48, "temperature": 0.8, "top_p": 0.95, "seed": 0}  # fmt: skip
+    (folder / "samples.json").write_text(json.dumps(samples))
     add_note(folder, "a second try")
     add_tag(folder, "paper")
     code = (
@@ -96,6 +99,7 @@ def test_every_number_of_the_page_is_in_a_record_and_torch_stays_out(tmp_path: P
     text = (folder / PAGE).read_text()
     assert "80.00%" in text
     assert "a second try" in text
+    assert " it\nsnowed.</a>" in text
     assert is_current(folder)
     for name in ("training", "confusion", "times", "classes"):
         assert (folder / "figures" / f"{name}.svg").stat().st_size > 1000

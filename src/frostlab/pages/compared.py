@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from frostlab.comparison.evidence import ArmVerdict, Evidence, read_evidence
+from frostlab.comparison.measures.performance import paired_runs
 from frostlab.comparison.oelm_json import QUESTIONS, arm_key
 from frostlab.comparison.verdict import MEANINGS
 from frostlab.errors import BadInput
@@ -25,6 +26,7 @@ from frostlab.pages.content import (
     words,
 )
 from frostlab.pages.curves import Curve
+from frostlab.pages.generated import generated_texts
 from frostlab.pages.languages import WORDS, time_pieces, translated, verdict_pieces
 from frostlab.text import plain
 
@@ -441,6 +443,13 @@ def _orthogonality(compared: Compared) -> list[str | Cell]:
             *_note_pieces(compared, verdict, "orthogonality"), scale]  # fmt: skip
 
 
+def _samples(compared: Compared) -> list[Block]:
+    """Return texts that the first run of each arm generated, if the arms are language models."""
+    evidence = compared.evidence
+    runs = [(arm, run.folder) for arm in compared.arms for run in paired_runs(evidence, arm)[:1]]
+    return generated_texts(compared.records, runs)
+
+
 Make = Callable[[Compared], Sequence[Block]]  # the blocks of a section; none if it does not apply
 SECTIONS: tuple[tuple[str, str, tuple[Make, ...]], ...] = (
     ("verdicts", "Verdicts", (_verdicts,)),
@@ -455,6 +464,7 @@ SECTIONS: tuple[tuple[str, str, tuple[Make, ...]], ...] = (
     ("subjects", "Subjects", (tables.subjects,)),
     ("gradients", "Gradient flow", (drawn.gradient_flow, tables.gradients)),
     ("share", "Parameters and memory", (drawn.trained_share, drawn.parameters)),
+    ("samples", "Generated texts", (_samples,)),
     ("differences", "What differs between the arms", (facts.differences,)),
     ("data", "Data", (facts.data,)),
     ("environment", "Environment", (facts.environment,)),

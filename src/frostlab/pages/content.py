@@ -19,12 +19,13 @@ from frostlab.comparison.evidence import Effect, Summary, interval_text
 from frostlab.comparison.plan import Rules
 from frostlab.errors import BadInput
 from frostlab.storage import read_json
-from frostlab.text import NONE, hms, number, plain
+from frostlab.text import NONE, hms, number, plain, printable
 
 _MEBIBYTE = 2**20
 _SMALLEST = 0.0001  # probability that is shown as a number
 _WORDS = frozenset({  # formats of texts; all others show numbers
-    "text", "json", "list", "file name", "looks", "short digest", "verdict", "verdict counts",
+    "text", "lines", "json", "list", "file name", "looks", "short digest", "verdict",
+    "verdict counts",
 })  # fmt: skip
 
 
@@ -122,6 +123,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
     name: _or_none(show)
     for name, show in dict[str, Callable[[Any], str]]({
         "text": lambda value: plain(str(value)),
+        "lines": lambda value: printable(str(value)),
         "json": lambda value: plain(value),
         "number": number,
         "probability": _probability,

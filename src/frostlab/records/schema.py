@@ -1,11 +1,12 @@
 """The schema of a run's records: every key of its JSON files and of its events.
 
-The files are result.json, digests.json, data.json, predictions.json and events.jsonl. All code
-reads them as the dataclasses of this module. `read_result`, `read_digests`, `read_data`,
-`read_predictions` and `read_event` parse text into them; an invalid file is refused with one line
-that names the key. To add, remove or rename a key, raise `SCHEMA` and update docs/runs.md; a test
-checks the keys of results, digests, data and events in that document. In comments, `null` is JSON's
-null, which is None in Python, and units come first: `s` is seconds, `ms` milliseconds.
+The files are result.json, digests.json, data.json, predictions.json, samples.json and events.jsonl.
+All code reads them as the dataclasses of this module. `read_result`, `read_event`
+and `typed.read_object` parse text into them; an invalid file is refused with one line that names
+the key. To add, remove or rename a key, raise `SCHEMA` and update docs/runs.md; a test
+checks the keys of results, digests, data, samples and events in that document. In comments,
+`null` is JSON's null, which is None in Python, and units come first: `s` is seconds, `ms`
+milliseconds.
 """
 
 import re
@@ -275,6 +276,30 @@ class Predictions:
     labels: list[int]  # the class of each example
     classes: list[int]  # the predicted class of each example
     caution: str | None = None  # a warning about the predictions
+
+
+# samples.json
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    """A text that the best weights of a language model generated."""
+
+    prompt: str  # the beginning of a text of the report split; empty: the model began a new text
+    text: str  # the continuation of the prompt
+    ended: Literal["end", "length", "positions"]  # at an end token, at `max_tokens`, at its limit
+
+
+@dataclass(frozen=True)
+class Samples:
+    """samples.json: texts that a language model generated at the end of its run."""
+
+    samples: list[GeneratedText]  # one per prompt
+    max_tokens: int  # the most tokens of a sample
+    temperature: float  # of the softmax over the next token
+    top_p: float  # share of the probability from which the next token is drawn
+    seed: int  # of the random numbers
+    caution: str | None = None  # a warning about the samples
 
 
 # events.jsonl
@@ -550,33 +575,6 @@ def read_result(text: bytes | str, where: object) -> Result:
                 f"but is {checkpoint!r:.80}"
             )
     return result
-
-
-def read_digests(text: bytes | str, where: object) -> Digests:
-    """Parse the text of digests.json, or refuse it with a one-line error."""
-    values = parse(text)
-    if values is None:
-        raise BadInput(f"{where} is not a JSON object")
-    return read(Digests, values, where)
-
-
-def read_data(text: bytes | str, where: object) -> DataRecord:
-    """Parse the text of data.json, or refuse it with a one-line error."""
-    values = parse(text)
-    if values is None:
-        raise BadInput(f"{where} is not a JSON object")
-    return read(DataRecord, values, where)
-
-
-def read_predictions(text: bytes | str, where: object) -> Predictions:
-    """Parse the text of predictions.json, or refuse it with a one-line error."""
-    values = parse(text)
-    if values is None:
-        raise BadInput(f"{where} is not a JSON object")
-    predictions = read(Predictions, values, where)
-    if len(predictions.labels) != len(predictions.classes):
-        raise BadInput(f"{where}: classes should have as many values as labels")
-    return predictions
 
 
 def read_event(line: bytes | str, where: object) -> Event | None:

@@ -20,6 +20,7 @@ from frostlab.pages.content import (
     item,
     words,
 )
+from frostlab.pages.generated import generated_texts
 from frostlab.pages.one_run import eeg_run, run_facts, run_figures
 from frostlab.pages.one_run.run_facts import CLASSES, DATA, RECIPE, OneRun
 from frostlab.recipe.settings import LOWER_IS_BETTER
@@ -202,7 +203,7 @@ def _results(run: OneRun) -> list[Block]:
 
 def _confusion(run: OneRun) -> Figure | None:
     """Draw the classes that were predicted for the examples of each class."""
-    labels, predicted = (run.value(key, file="predictions.json") for key in ("labels", "predicted"))
+    labels, predicted = (run.value(key, file="predictions.json") for key in ("labels", "classes"))
     names = run.value("labels", file=DATA)
     if not labels or not predicted or not names or len(names) > CLASSES:
         return None
@@ -461,10 +462,15 @@ def _eeg(run: OneRun) -> list[Block]:
     return eeg_run.blocks(run.folder, run.records, run.problems)
 
 
+def _samples(run: OneRun) -> list[Block]:
+    return generated_texts(run.records, [("", "")], run.problems)
+
+
 SECTIONS: tuple[tuple[str, str, Callable[[OneRun], list[Block]]], ...] = (
     ("results", "Results", _results),
     ("stages", "Stages", _stages),
     ("eeg", "Decoded speech", _eeg),
+    ("samples", "Generated texts", _samples),
     ("curves", "Curves", _curves),
     ("times", "Times", _times),
     ("flow", "Gradient flow", _flow),
