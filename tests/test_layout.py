@@ -18,6 +18,7 @@ ORDER = (
     "text",
     "html",
     "charts",
+    "fonts",
     "storage",
     "launcher",
     "typed",

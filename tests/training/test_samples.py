@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import frostlab as fl
+from forked import run_command
 from frostlab.records.schema import NoteEvent, Samples
 from frostlab.training import run as running
 from frostlab.training import samples
@@ -74,3 +75,14 @@ def test_a_model_that_cannot_generate_still_has_a_result(
     assert record.result.status == "finished"
     assert [note.text for note in record.events(NoteEvent)] == ["no samples: no cache"]
     assert not (record.folder / "samples.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_one_of_two_processes_writes_the_samples(way: str, tmp_path: Path, free_port: int) -> None:
+    recipe = recipe_of("decoder")
+    recipe["train"] = recipe["train"] | {"parallel": way, "processes": 2}
+    given = ("--out", str(tmp_path / "run"))
+    done = run_command(tmp_path, recipe, *given, processes=2, port=free_port).wait()
+    assert done.returncode == 0, done.stderr[-3000:]
+    check_regenerated(fl.load_run(tmp_path / "run"))

@@ -19,6 +19,7 @@ from frostlab import __version__
 from frostlab.charts import RED, figure_files, require_drawing, still, themed
 from frostlab.errors import BadInput, FrostlabError, nearest
 from frostlab.experiments import collection
+from frostlab.fonts import require_fonts, with_fonts
 from frostlab.pages import compared, unfinished
 from frostlab.pages.compared import EVIDENCE
 from frostlab.pages.content import Document, Figure
@@ -56,6 +57,7 @@ def report(folder: str | Path, language: str = "en") -> Path:
             f"language {language!r:.40} is not one of {choices}{nearest(language, LANGUAGES)}"
         )
     require_drawing("a report")  # before anything is read
+    require_fonts("a report")
     make, sources = _kind(folder)
     problems = _report_members(folder, language) if make is many.document else []
     made_from = _digests(folder, sources)
@@ -130,6 +132,7 @@ def _files(document: Document) -> dict[str, bytes]:
             drawing = still(_with_caution(figure, document.caution))
         for ending, data in figure_files(drawing).items():
             files[f"figures/{figure.name}.{ending}"] = data
+    files |= with_fonts({name: data for name, data in files.items() if name.endswith(".svg")})
     for name, data in table_files(document).items():
         files[f"tables/{name}"] = data
     for name, value in document.records.items():
