@@ -128,13 +128,11 @@ def _fonts(style: Style, letters: Iterable[str]) -> list[Any]:
             if len(letter := bytes.fromhex(code.decode()).decode("utf-16-be", "replace")) == 1
         }
         codes = {code: glyph for code, glyph in codes.items() if glyph}  # 0: no such letter
-        make, key = (
-            (_true_type, "FontFile2") if b"/FontFile2" in descriptor else (_cff, "FontFile3")
-        )
         title = re.search(rb"/FontName /(?:\w+\+)?([\w-]+)", descriptor)
-        if codes and title is not None:
-            data = _stream(objects[_reference(descriptor, key)])
-            found[title[1].decode()] = make(data, codes, title[1].decode())
+        for key, make in (("FontFile2", _true_type), ("FontFile3", _cff)):
+            if codes and title is not None and f"/{key}".encode() in descriptor:
+                data = _stream(objects[_reference(descriptor, key)])
+                found[title[1].decode()] = make(data, codes, title[1].decode())
     return [found[title] for title in sorted(found)]
 
 

@@ -21,7 +21,8 @@ from markupsafe import Markup
 from frostlab.charts import PALETTE, cleaned, label, page_svg, require_drawing, still, themed
 from frostlab.html import environment
 from frostlab.pages.content import Block, Document, Figure, Paragraph, Table
-from frostlab.pages.languages import translated
+from frostlab.pages.languages.phrases import translated
+from frostlab.pages.languages.sentences import in_its_language
 from frostlab.storage import build_once, cache_folder
 
 _BUNDLE = "vega.js"
@@ -29,6 +30,7 @@ _BUNDLE = "vega.js"
 
 def page(document: Document, drawings: Mapping[str, str] | None = None) -> str:
     """Return the HTML of a report; `drawings` are its figures drawn by `still`, by name."""
+    document = in_its_language(document)
     if drawings is None:
         drawings = {figure.name: still(figure.chart) for figure in document.figures}
     scripts = [vega(), _file("report.js")]
@@ -46,8 +48,8 @@ def page(document: Document, drawings: Mapping[str, str] | None = None) -> str:
     sections = [
         {
             "name": section.name,
-            "title": translated(section.title, language),
-            "blocks": _blocks(section.blocks, language, drawings),
+            "title": section.title,
+            "blocks": _blocks(section.blocks, drawings),
         }
         for section in document.sections
     ]
@@ -55,7 +57,7 @@ def page(document: Document, drawings: Mapping[str, str] | None = None) -> str:
     return template.render(
         title=document.title, about=document.about, language=language, arms=arms,
         switch=translated("light or dark", language),
-        first=_blocks(document.first, language, drawings), sections=sections,
+        first=_blocks(document.first, drawings), sections=sections,
         problems=document.problems, policy=policy, style=Markup(_file("report.css")),
         vega=Markup(scripts[0]), script=Markup(scripts[1]),
     )  # fmt: skip
@@ -70,9 +72,7 @@ def _file(name: str) -> str:
     return files("frostlab.pages").joinpath(name).read_text(encoding="utf-8")
 
 
-def _blocks(
-    blocks: Sequence[Block], language: str, drawings: Mapping[str, str]
-) -> list[dict[str, Any]]:
+def _blocks(blocks: Sequence[Block], drawings: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the template's values of blocks; items in succession become one list."""
     listed = groupby(blocks, lambda block: isinstance(block, Paragraph) and block.item)
     return [
@@ -81,18 +81,16 @@ def _blocks(
         for values in (
             [{"kind": "list", "entries": list(members)}]
             if is_list
-            else (_block(member, language, drawings) for member in members)
+            else (_block(member, drawings) for member in members)
         )
     ]
 
 
-def _block(block: Block, language: str, drawings: Mapping[str, str]) -> dict[str, Any]:
+def _block(block: Block, drawings: Mapping[str, str]) -> dict[str, Any]:
     values = {field.name: getattr(block, field.name) for field in fields(block)}
     if isinstance(block, Table):
         values["numeric"] = block.numeric
     if isinstance(block, Figure):
-        values["title"] = translated(block.title, language)
-        values["caption"] = translated(block.caption, language)
         values["svg"] = page_svg(drawings[block.name], block.name)
         values["spec"] = _data(cleaned(themed(block.chart, in_page=True)))
     return values | {"kind": type(block).__name__.lower()}

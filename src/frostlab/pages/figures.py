@@ -22,6 +22,30 @@ _IS_SHOWN = "indexof(hidden_arms, datum.arm) < 0"
 _NAMES = {"labelExpr": _SHORT, "labelLimit": 260}
 
 
+_SHARE, _POSITIVE = (0.0, 1.0), (0.0, math.inf)
+_BOUNDS = {  # the least and the largest value of metrics and other quantities on axes
+    "accuracy": _SHARE, "token_accuracy": _SHARE, "macro_f1": _SHARE, "pearson": (-1.0, 1.0),
+    "loss": _POSITIVE, "training loss": _POSITIVE, "perplexity": (1.0, math.inf),
+    "seconds": _POSITIVE, "ms a step": _POSITIVE,
+}  # fmt: skip
+
+
+def cut_off(rows: Rows, quantity: str) -> str:
+    """Cut bands and intervals at the bounds of a quantity; return a sentence if any was cut.
+
+    Such ends come from the symmetry of an interval, and no run can have these values. Only the
+    drawing is cut: the texts of the rows keep the whole intervals.
+    """
+    least, most = _BOUNDS.get(quantity, (-math.inf, math.inf))
+    is_cut = False
+    for row in rows:
+        if row["low"] is not None and row["high"] is not None:
+            whole = row["low"], row["high"]
+            row["low"], row["high"] = max(row["low"], least), min(row["high"], most)
+            is_cut |= whole != (row["low"], row["high"])
+    return " Bands and intervals are cut off at the ends of the scale." * is_cut
+
+
 def _altair() -> Any:
     return require_drawing("a report")[0]
 

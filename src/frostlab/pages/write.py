@@ -24,7 +24,7 @@ from frostlab.pages import compared, unfinished
 from frostlab.pages.compared import EVIDENCE
 from frostlab.pages.content import Document, Figure
 from frostlab.pages.document import page
-from frostlab.pages.languages import LANGUAGES
+from frostlab.pages.languages.phrases import LANGUAGES
 from frostlab.pages.one_run import run_report
 from frostlab.pages.record import markdown
 from frostlab.pages.several import many
