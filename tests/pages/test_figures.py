@@ -228,6 +228,27 @@ def test_nothing_is_drawn_beyond_the_ends_of_a_scale(compared: Path, tmp_path: P
     assert figures.cut_off([{"low": -9.0, "high": 9.0}, {"low": None, "high": None}], "mine") == ""
 
 
+def test_an_interval_of_a_bar_is_drawn_on_both_sides_of_zero() -> None:
+    rows = [{"arm": "a", "mean": 0.1, "low": -0.05, "high": 0.25, "text": ""},
+            {"arm": "b", "mean": 0.1, "low": -9.0, "high": 0.2, "text": ""}]  # fmt: skip
+    spec = cleaned(themed(figures.bars(rows, ["a", "b"], "r"), in_page=True))
+    drawn_rows = next(iter(spec["datasets"].values()))
+    assert (drawn_rows[0]["from"], drawn_rows[0]["to"]) == (-0.05, 0.25)
+    assert -9 < drawn_rows[1]["from"] == drawn_rows[1]["beyond_low"] < -0.05
+    assert drawn_rows[0]["beyond_low"] is None
+    positive = figures.bars([rows[0] | {"low": 0.0}], ["a"], "r")
+    assert '"domain": [0.0' in json.dumps(cleaned(themed(positive, in_page=True)))
+
+
+def test_the_axis_of_means_shows_intervals_of_about_the_same_length() -> None:
+    rows = [{"arm": "a", "mean": 0.5, "low": 0.3, "high": 0.7},
+            {"arm": "b", "mean": 0.51, "low": 0.3, "high": 0.72},
+            {"arm": "c", "mean": 0.5, "low": -50.0, "high": 51.0}]  # fmt: skip
+    low, high = figures._window_of_means(rows, False)
+    assert -5 < low < 0.3 < 0.72 < high < 5
+    assert figures._window_of_means([{"mean": 2.0, "low": None, "high": None}], True)[0] < 2.0
+
+
 def test_time_has_its_ceiling_and_its_control(tuned: Path) -> None:
     figure, *_ = drawn.time_ratios(opened(tuned))
     timing = values_of(tuned)["timing"]

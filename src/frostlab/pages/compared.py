@@ -19,6 +19,7 @@ from frostlab.pages.content import (
     Block,
     Cell,
     Document,
+    Figure,
     Paragraph,
     Records,
     Section,
@@ -29,6 +30,7 @@ from frostlab.pages.curves import Curve
 from frostlab.pages.generated import generated_texts
 from frostlab.pages.languages.phrases import WORDS, translated
 from frostlab.pages.languages.sentences import time_pieces, verdict_pieces
+from frostlab.pages.one_run import eeg_run
 from frostlab.text import plain
 
 EVIDENCE = "evidence.json"
@@ -37,6 +39,7 @@ GAIN = (
     "that also selects the weights.) "
 )
 _SHOWN_DOUBTS = 12  # on the first screen
+_DRAWN_ARMS = 4  # whose decoded envelopes are drawn
 
 
 @dataclass(frozen=True)
@@ -463,6 +466,15 @@ def _orthogonality(compared: Compared) -> list[str | Cell]:
             *_note_pieces(compared, verdict, "orthogonality"), scale]  # fmt: skip
 
 
+def _heard(compared: Compared) -> list[Figure]:
+    """Draw what the first run of each arm decoded, if the arms are decoders of EEG."""
+    if not compared.evidence.subjects:
+        return []
+    arms = compared.arms[:_DRAWN_ARMS]
+    runs = {arm: run.folder for arm in arms for run in compared.runs(arm)[:1]}
+    return eeg_run.of_arms(compared.folder, runs)
+
+
 def _samples(compared: Compared) -> list[Block]:
     """Return texts that the first run of each arm generated, if the arms are language models."""
     runs = [(arm, run.folder) for arm in compared.arms for run in compared.runs(arm)[:1]]
@@ -480,7 +492,7 @@ SECTIONS: tuple[tuple[str, str, tuple[Make, ...]], ...] = (
     ("convergence", "Convergence", (drawn.cost_curves, tables.convergence)),
     ("tuning", "Tuning", (drawn.tuning, tables.tuning)),
     ("stages", "Stages", (tables.stages,)),
-    ("subjects", "Subjects", (tables.subjects,)),
+    ("subjects", "Subjects", (tables.subjects, _heard)),
     ("gradients", "Gradient flow", (drawn.gradient_flow, tables.gradients)),
     ("share", "Parameters and memory", (drawn.trained_share, drawn.parameters)),
     ("samples", "Generated texts", (_samples,)),

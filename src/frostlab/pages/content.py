@@ -23,6 +23,7 @@ from frostlab.storage import read_json
 from frostlab.text import NONE, hms, number, plain, printable
 
 _MEBIBYTE = 2**20
+_LARGE_SHARE = 10.0  # is shown as a multiple
 _SMALLEST = 0.0001  # probability that is shown as a number
 _WORDS = frozenset({  # formats of texts; all others show numbers
     "text", "lines", "json", "list", "file name", "short digest",
@@ -63,16 +64,22 @@ def _interval(effect: dict[str, Any]) -> str:
     return interval_text(effect["low"], effect["high"], effect["log"])
 
 
-def _with_interval(values: dict[str, Any], key: str, form: str) -> str:
+def _with_interval(values: dict[str, Any], key: str, form: str | Callable[[Any], str]) -> str:
     """Show a value with its interval; one without ends has none."""
+    show = form.format if isinstance(form, str) else form
     if values[key] is None:
         return NONE
     low, high = values["low"], values["high"]
     if low is None and high is None:
-        return form.format(values[key])
-    lower = "−∞" if low is None else form.format(low)
-    upper = "∞" if high is None else form.format(high)
-    return f"{form.format(values[key])} [{lower}, {upper}]"
+        return show(values[key])
+    lower = "−∞" if low is None else show(low)
+    upper = "∞" if high is None else show(high)
+    return f"{show(values[key])} [{lower}, {upper}]"
+
+
+def _share_text(share: float) -> str:
+    """Show a share in percent; a very large end of an interval is a multiple."""
+    return f"{share:.1%}" if abs(share) < _LARGE_SHARE else f"{share:.3g} ×"
 
 
 def _rules(evidence: dict[str, Any]) -> Rules:
@@ -192,7 +199,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
         "trainable share": lambda value: f"{value['trainable'] / value['total']:.1%}",
         "adjusted p": _adjusted_p,
         "reached": lambda value: f"{value['reached']} of {value['runs']}",
-        "share": lambda value: _with_interval(value, "share", "{:.1%}"),
+        "share": lambda value: _with_interval(value, "share", _share_text),
         "gap": lambda value: _with_interval(value, "gap", "{}"),
         "saved": lambda value: _with_interval(value, "saved", "{}"),
         "tuned value": lambda value: _with_interval(value, "mean", "{:.4g}"),

@@ -56,7 +56,7 @@ def page(document: Document, drawings: Mapping[str, str] | None = None) -> str:
     template = environment.from_string(_file("report.html.jinja"))
     return template.render(
         title=document.title, about=document.about, language=language, arms=arms,
-        switch=translated("light or dark", language),
+        switch=translated("light or dark", language), files=translated("Files:", language),
         first=_blocks(document.first, drawings), sections=sections,
         problems=document.problems, policy=policy, style=Markup(_file("report.css")),
         vega=Markup(scripts[0]), script=Markup(scripts[1]),

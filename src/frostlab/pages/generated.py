@@ -50,7 +50,7 @@ def generated_texts(
         "text. Each next token is drawn at temperature ",
         records.cell(first, "temperature"),
         " from the most probable tokens with together ",
-        records.cell(first, "top_p", format="percent"),
+        records.cell(first, "top_p", format="percent of a ratio"),
         " of the probability, up to ",
         records.cell(first, "max_tokens", format="count"),
         " tokens, always with the same random numbers.",
@@ -59,4 +59,4 @@ def generated_texts(
         "A text ended at its own end (end), after the most tokens (length), or at the model's last "
         "position (positions). A few texts show the manner of a model, not how good it is."
     )
-    return [words(*settings), Table("samples", "Generated texts", head, tuple(rows), note)]
+    return [words(*settings), Table("samples", "Texts by prompt", head, tuple(rows), note)]

@@ -42,6 +42,8 @@ _REASON = re.compile(r" is unproven \((.*)\): (?=[-+\d]|no pair)", re.DOTALL)
 _TEXTS: tuple[tuple[str, str, str], ...] = (
     # Headings
     ("light or dark", "浅色／深色", "ライト／ダーク"),
+    ("Files:", "文件：", "ファイル："),
+    (".", "。", "。"),
     ("Verdicts", "结论", "判定"),
     ("The questions", "研究问题", "研究の問い"),
     ("The arms", "各组", "各群"),
@@ -271,7 +273,30 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
     ("Memory", "内存", "メモリ"),
     ("{metric} against the share that trains", "{metric} 与可训练参数的占比",
      "{metric} と学習する割合"),
+    ("r by subject: {split}", "各受试者的 r：{split}", "被験者ごとの r：{split}"),
+    ("Decoded envelopes: {split}", "解码的包络：{split}", "復号した包絡：{split}"),
+    ("Electrodes that {name} reads", "{name} 读取的电极", "{name} が読む電極"),
     # Captions
+    ("Pearson's r of each subject in the first run of each arm.",
+     "各组第一次运行中每位受试者的皮尔逊 r。", "各群の最初の実行における各被験者のピアソンの r。"),
+    ("The grey bars are the range by chance, in which nine of ten correlations of the first arm "
+     "with mismatched envelopes lie.",
+     "灰条是随机范围：第一组与错配包络的相关有九成落在其中。",
+     "灰色の帯は偶然の範囲で、最初の群と対応しない包絡との相関の九割がこの中にある。"),
+    ("{name}: the envelope of the heard speech, and what the first run of each arm decoded, with "
+     "mean zero and variance one, in the middle of the recording.",
+     "{name}：所听语音的包络，以及各组第一次运行解码的包络，均标准化为零均值、单位方差，"
+     "取自录音中段。",
+     "{name}：聞いた音声の包絡と、各群の最初の実行が復号した包絡。平均 0、分散 1 に標準化し、"
+     "録音の中ほどを示す。"),
+    ("The norm of the first convolution's weights for each electrode, whose signals are "
+     "standardized: how strongly the model reads it, not how much its result depends on it.",
+     "第一层卷积对每个电极的权重范数（信号已标准化）：表示模型读取该电极的强度，而非结果对它的"
+     "依赖程度。",
+     "最初の畳み込みの電極ごとの重みのノルム（信号は標準化済み）。モデルがその電極をどれだけ強く"
+     "読むかを表し、結果がどれだけ依存するかではない。"),
+    ("Seen from above, nose up; the ten largest are named.",
+     "俯视图，鼻朝上；标出最大的十个。", "上から見た図で、鼻が上。大きい十個に名前を付けた。"),
     ("Each dot is one seed's difference of an arm from the baseline; the dashed line is no "
      "difference.",
      "每个点是一个种子下某组与基线之差，虚线表示没有差异。",

@@ -414,13 +414,16 @@ def _flow(run: OneRun) -> list[Block]:
     for number, (stage, flow) in enumerate(flows.items(), 1):
         suffix = f"-{number}" if len(flows) > 1 else ""
         where = f" in stage {short(plain(stage), 40)}" if len(flows) > 1 else ""
-        rows = tuple(
+        rows = [
             (finding.word, _names(finding.parts, 6),
              "" if finding.word in (LEARNING, FROZEN) else plain(finding.hint))
             for finding in findings_of(flow)
-        )  # fmt: skip
-        blocks.append(Table(f"flow-verdicts{suffix}", f"Verdicts on the parts{where}",
-                            ("verdict", "parts", "what to try"), rows))  # fmt: skip
+        ]  # fmt: skip
+        columns = 3 if any(hint for _, _, hint in rows) else 2
+        blocks.append(Table(
+            f"flow-verdicts{suffix}", f"Verdicts on the parts{where}",
+            ("verdict", "parts", "what to try")[:columns], tuple(row[:columns] for row in rows),
+        ))  # fmt: skip
         for quantity, (chart, cells) in heat_charts(flow, 460).items():
             title = TITLES[quantity].capitalize()
             blocks.append(Figure(f"flow-{quantity}{suffix}", f"{title}{where}", chart,
