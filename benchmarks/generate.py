@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import frostlab as fl
 from common import device, interleaved, report
 from frostlab.models.gpt import GPT, GPTConfig
-from frostlab.use.generate import Sampling, choose, continue_prompts
+from frostlab.models.sampling import Sampling, choose, continue_prompts
 
 PROMPT = list(range(100, 132))
 

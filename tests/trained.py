@@ -66,9 +66,8 @@ def _bert_tokenizer() -> dict[str, str]:
     return {"kind": "pretrained", "name": folder}
 
 
-@cache
-def trained(name: str) -> fl.Run:
-    """The run of a recipe in `RECIPES`; tests must not change its folder."""
+def recipe_of(name: str) -> dict[str, Any]:
+    """A recipe of `RECIPES` with its data and its tokenizer."""
     recipe = {"tokenizer": {"kind": "bpe", "size": 300}, "train": TRAIN, **RECIPES[name]}
     if name == "causal pairs":
         recipe["tokenizer"] = _bert_tokenizer()
@@ -77,5 +76,11 @@ def trained(name: str) -> fl.Run:
         data |= {"name": "own", "path": str(_text_file(data["task"])), "length": 24}
     else:
         del data["task"], recipe["tokenizer"]
+    return {**recipe, "data": data}
+
+
+@cache
+def trained(name: str) -> fl.Run:
+    """The run of a recipe in `RECIPES`; tests must not change its folder."""
     with torch.enable_grad():  # the test that asks first may compute without gradients
-        return fl.run({**recipe, "data": data}, runs=Path(mkdtemp()))
+        return fl.run(recipe_of(name), runs=Path(mkdtemp()))

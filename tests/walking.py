@@ -10,6 +10,7 @@ from urllib.parse import unquote
 from frostlab.comparison.verdict import MEANINGS
 from frostlab.errors import BadInput
 from frostlab.pages.content import FORMATS, read_record, resolve
+from frostlab.pages.languages.phrases import PHRASES
 
 _HIDDEN = {"svg", "script", "style", "code", "pre", "title"}  # not read as prose
 _VOID = {"br", "col", "hr", "img", "input", "link", "meta", "wbr"}
@@ -17,6 +18,8 @@ _VOID = {"br", "col", "hr", "img", "input", "link", "meta", "wbr"}
 METHOD = re.compile(
     r"\b(95 %|80 %|100 %|[12] in 10|[28] of 10|the ratio 1|fewer than 5 pairs)(?!\w)"
 )
+# Texts of pages in other languages, which name the same numbers.
+_FIXED = [text for texts in PHRASES.values() for text in texts.values() if "{" not in text]
 _NAME = re.compile(
     r"[^\W\d_][\w.@=-]*"
 )  # a name such as macro_f1 or GPT-2, which begins in letters
@@ -73,7 +76,7 @@ def complaints(page: Path, names: Iterable[str] = ()) -> list[str]:
     ]
     for text in walk.words:
         rest = text
-        for name in sorted((*names, *MEANINGS.values()), key=len, reverse=True):
+        for name in sorted((*names, *MEANINGS.values(), *_FIXED), key=len, reverse=True):
             rest = rest.replace(name, "")
         rest = _NAME.sub("", METHOD.sub("", rest))
         if any(character.isdigit() for character in rest):

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jinja2 import DictLoader, Environment, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from frostlab.text import plain
+from frostlab.text import plain, printable
 
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
@@ -133,3 +133,5 @@ environment = Environment(
     lstrip_blocks=True,
     loader=DictLoader({"frame": _FRAME, "figure": _FIGURE}),
 )
+# keeps the line breaks of a text, which otherwise become visible: `{{ text|lines }}`
+environment.filters["lines"] = lambda text: escape(printable(text))

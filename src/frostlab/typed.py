@@ -34,6 +34,13 @@ def read(schema: type[Schema], values: object, where: object) -> Schema:
     return _dataclass(schema, values, f"{where}: ", ())
 
 
+def read_object(schema: type[Schema], text: bytes | str, where: object) -> Schema:
+    """Parse a text as a JSON object and convert it to a dataclass, or refuse it with one line."""
+    if (values := parse(text)) is None:
+        raise BadInput(f"{where} is not a JSON object")
+    return read(schema, values, where)
+
+
 def parse(text: bytes | str) -> dict[str, Any] | None:
     """Parse a text as a JSON object; return None if it is not a JSON object."""
     try:

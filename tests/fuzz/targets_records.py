@@ -23,7 +23,7 @@ from frostlab.envelopes.scores import (
     Spread,
     SubjectScore,
 )
-from frostlab.errors import FrostlabError
+from frostlab.errors import BadInput, FrostlabError
 from frostlab.flow.measurements import (
     QUANTITIES,
     Flow,
@@ -35,6 +35,9 @@ from frostlab.flow.measurements import (
     report_event,
 )
 from frostlab.models.gpt import GPT, GPTConfig
+from frostlab.pages.content import Records, Table
+from frostlab.pages.generated import generated_texts
+from frostlab.pages.tables import latex
 from frostlab.records.checkpoint import (
     Checkpoint,
     checkpoints_in,
@@ -162,6 +165,23 @@ def _predictions() -> list[bytes]:
 
 def _check_predictions(content: bytes, folder: Path) -> None:
     assert RunRecord(_run(folder, **{"predictions.json": content})).predictions
+
+
+def _samples() -> list[bytes]:
+    sample = {"prompt": "A", "text": " cat\nsat", "ended": "length"}
+    return [_json({"samples": [sample], "max_tokens": 8, "temperature": 0.8, "top_p": 0.95,
+                   "seed": 0, "caution": None})]  # fmt: skip
+
+
+def _check_samples(content: bytes, folder: Path) -> None:
+    problems: list[str] = []
+    run = _run(folder, **{"samples.json": content})
+    blocks = generated_texts(Records(run), [("", "")], problems)
+    if problems:
+        raise BadInput(problems[0])
+    for block in blocks[1:]:
+        assert isinstance(block, Table)
+        latex(block)
 
 
 def _data() -> list[bytes]:
@@ -441,6 +461,7 @@ TARGETS: dict[str, Target] = {
     "environment": Target(_environment, _check_environment, "json"),
     "data": Target(_data, _check_data, "json"),
     "predictions": Target(_predictions, _check_predictions, "json"),
+    "samples": Target(_samples, _check_samples, "json"),
     "index": Target(_index, _check_index, "jsonl"),
     "scores": Target(_scores, _check_scores, "json"),
     "progress": Target(_progress, _check_progress, "json"),

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 import frostlab as fl
-from comparing import GROWN, HEARING, LANGUAGE, SMALL, compare
+from comparing import GROWN, HEARING, SMALL, compare
 from frostlab.pages.write import report
+from trained import recipe_of
 
 Factory = pytest.TempPathFactory
 
@@ -31,8 +32,9 @@ def tuned(tmp_path_factory: Factory) -> Path:
 
 @pytest.fixture(scope="session")
 def spoken(tmp_path_factory: Factory) -> Path:
-    """Two arms of a language model at two seeds, whose effects are ratios of perplexity."""
-    return compare(tmp_path_factory.mktemp("compared") / "language", recipe=LANGUAGE).folder
+    """Two arms of a language model of text at two seeds; effects are ratios of perplexity."""
+    recipe = recipe_of("gpt") | {"treatment": "baseline"}
+    return compare(tmp_path_factory.mktemp("compared") / "language", recipe=recipe).folder
 
 
 @pytest.fixture(scope="session")

@@ -263,3 +263,30 @@ def test_texts_of_records_stay_text(browser: Browser, reported: Path, tmp_path: 
     assert tab.problems == []
     assert tab.js("document.documentElement.scrollWidth") <= 390
     tab.close()
+
+
+def test_a_figure_file_is_drawn_with_its_own_font(
+    browser: Browser, reported: Path, tmp_path: Path
+) -> None:
+    """With a name that no installed font has, only the embedded font can have these widths."""
+    text = (reported / "figures" / "paired-differences.svg").read_text(encoding="utf-8")
+    other = re.sub(r'"Liberation Sans[^"]*"', '"No Such Font"', text)
+    bare = re.sub("<style>.*</style>", "", other)
+    assert other != text != bare
+    measured = []
+    for name, content in (("own", other), ("none", bare)):
+        path = tmp_path / f"{name}.svg"
+        path.write_text(content, encoding="utf-8")
+        tab = browser.open(path)
+        statuses = tab.js("document.fonts.ready.then(() => [...document.fonts].map(f => f.status))")
+        measured.append(tab.js("[...document.querySelectorAll('text')].map("
+                               "text => [text.textContent, text.getComputedTextLength(), "
+                               "parseFloat(getComputedStyle(text).fontSize)])"))  # fmt: skip
+        assert tab.problems == []
+        assert statuses == (["loaded"] * len(statuses) if name == "own" else [])
+        tab.close()
+    own, none = measured
+    digits = [width / (len(text) * size) for text, width, size in own if text.isdigit()]
+    assert digits
+    assert digits == pytest.approx([0.556] * len(digits), abs=0.004), "an em of Liberation Sans"
+    assert sum(width for _, width, _ in own) != pytest.approx(sum(w for _, w, _ in none), rel=0.01)

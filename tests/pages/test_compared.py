@@ -1,6 +1,7 @@
 """The words and tables of a comparison's report say what the records say, and doubts are red."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -399,6 +400,28 @@ def test_a_language_model_is_compared_by_ratios(spoken: Path) -> None:
     assert isinstance(effect, Cell)
     assert effect.text.endswith("×")
     assert "ratios to baseline" in text_of(section(report, "methods")[0])
+
+
+def test_arms_show_the_texts_they_generated_side_by_side(spoken: Path, tmp_path: Path) -> None:
+    from frostlab.pages.document import page
+
+    shown = table(document(spoken, "en"), "samples")
+    prompts, arms, generated, _ = zip(*(texts(list(row)) for row in shown.rows), strict=True)
+    assert arms == ("baseline", "oelm") * 3
+    assert prompts[:2] == ("(a new text)",) * 2
+    assert prompts[2] == prompts[3] != prompts[4] == prompts[5]
+    assert len(set(generated)) > 1
+    folder = tmp_path / "copy"
+    shutil.copytree(spoken, folder)
+    (path,) = folder.glob("runs/*oelm*s0/samples.json")
+    values = json.loads(path.read_text())
+    values["samples"][0]["text"] = "<script>alert(1)</script>\x1b\nnext"
+    path.write_text(json.dumps(values))
+    text = page(document(folder, "en"))
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;\\x1b\nnext</a>" in text
+    assert "<pre>@software{frostlab,\n  title = " in text, "lines of an entry stay lines"
+    path.write_text("{}")
+    assert column(document(folder, "en"), "samples", "arm") == ["baseline"] * 3
 
 
 def test_nothing_of_a_long_or_hostile_name_is_obeyed(compared: Path, tmp_path: Path) -> None:

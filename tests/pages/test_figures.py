@@ -14,7 +14,7 @@ import pytest
 from scipy import stats
 
 from frostlab.charts import cleaned, svg, themed
-from frostlab.comparison.evidence import Effect, Evidence, RefusedPair, read_evidence
+from frostlab.comparison.evidence import Effect, Evidence, RefusedPair, Summary, read_evidence
 from frostlab.pages import compared_figures as drawn
 from frostlab.pages import figures
 from frostlab.pages.compared import Compared, document
@@ -200,6 +200,55 @@ def test_bars_have_the_interval_of_the_t_distribution(compared: Path) -> None:
         )
 
 
+def test_nothing_is_drawn_beyond_the_ends_of_a_scale(compared: Path, tmp_path: Path) -> None:
+    folder = evaluated(compared, tmp_path / "copy")
+    for number, path in enumerate(sorted(folder.glob("runs/*/events.jsonl"))):
+        wide = 1.0 if number % 2 else 0.0
+        text = re.sub(r'"accuracy": [0-9.e-]+', f'"accuracy": {wide}', path.read_text())
+        path.write_text(text)
+    evidence = read_evidence(folder / "evidence.json")
+    assert evidence is not None
+    arms = {
+        name: replace(arm, metrics={"accuracy": Summary(5, 0.9, 0.5, 0.6, 0.1, 1.0)})
+        for name, arm in evidence.arms.items()
+    }
+    shown = opened(folder, arms=arms)
+    bars = only(drawn.metric_bars(shown), "metric-means")
+    curves = only(drawn.training_curves(shown), "training-curves")
+    cut = "cut off at the ends of the scale"
+    for figure in (bars, curves):
+        assert cut in figure.caption
+        assert max(row["high"] for row in figure.rows) == 1.0
+        assert min(row["low"] for row in figure.rows) >= 0.0
+    assert "1.521" in bars.rows[0]["text"], "the interval itself is still told"
+    assert cut not in only(drawn.metric_bars(opened(compared)), "metric-means").caption
+    (tuning,) = [figures.cut_off(rows := [{"low": -1.5, "high": 0.5}], "pearson")]
+    assert rows == [{"low": -1.0, "high": 0.5}]
+    assert tuning
+    assert figures.cut_off([{"low": -9.0, "high": 9.0}, {"low": None, "high": None}], "mine") == ""
+
+
+def test_an_interval_of_a_bar_is_drawn_on_both_sides_of_zero() -> None:
+    rows = [{"arm": "a", "mean": 0.1, "low": -0.05, "high": 0.25, "text": ""},
+            {"arm": "b", "mean": 0.1, "low": -9.0, "high": 0.2, "text": ""}]  # fmt: skip
+    spec = cleaned(themed(figures.bars(rows, ["a", "b"], "r"), in_page=True))
+    drawn_rows = next(iter(spec["datasets"].values()))
+    assert (drawn_rows[0]["from"], drawn_rows[0]["to"]) == (-0.05, 0.25)
+    assert -9 < drawn_rows[1]["from"] == drawn_rows[1]["beyond_low"] < -0.05
+    assert drawn_rows[0]["beyond_low"] is None
+    positive = figures.bars([rows[0] | {"low": 0.0}], ["a"], "r")
+    assert '"domain": [0.0' in json.dumps(cleaned(themed(positive, in_page=True)))
+
+
+def test_the_axis_of_means_shows_intervals_of_about_the_same_length() -> None:
+    rows = [{"arm": "a", "mean": 0.5, "low": 0.3, "high": 0.7},
+            {"arm": "b", "mean": 0.51, "low": 0.3, "high": 0.72},
+            {"arm": "c", "mean": 0.5, "low": -50.0, "high": 51.0}]  # fmt: skip
+    low, high = figures._window_of_means(rows, False)
+    assert -5 < low < 0.3 < 0.72 < high < 5
+    assert figures._window_of_means([{"mean": 2.0, "low": None, "high": None}], True)[0] < 2.0
+
+
 def test_time_has_its_ceiling_and_its_control(tuned: Path) -> None:
     figure, *_ = drawn.time_ratios(opened(tuned))
     timing = values_of(tuned)["timing"]
@@ -221,9 +270,10 @@ def test_tuning_has_one_scale_and_marks_the_choice(tuned: Path) -> None:
     for arm, points in setting["curves"].items():
         for point in points:
             row = row_of(figure, arm=arm, value=point["value"])
-            assert {key: row[key] for key in ("mean", "low", "high", "chosen")} == {
-                key: point[key] for key in ("mean", "low", "high", "chosen")
+            assert {key: row[key] for key in ("mean", "high", "chosen")} == {
+                key: point[key] for key in ("mean", "high", "chosen")
             }
+            assert row["low"] == max(0.0, point["low"]), "no accuracy is below 0"
     scales = [
         json.dumps(part["encoding"]["y"]["scale"])
         for part in parts(figure.chart)

@@ -1,6 +1,7 @@
 """The report of one run: its words, numbers and figures come from the run's records."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,11 +14,13 @@ import yaml
 from safetensors.numpy import save_file
 
 from eeg_made import RATE, people
+from frostlab.charts import still
 from frostlab.envelopes.scores import score_recordings
 from frostlab.errors import BadInput
 from frostlab.flow.measurements import parts_event, report_event
 from frostlab.pages.content import Cell, Document, Figure, Paragraph, Table
 from frostlab.pages.document import page
+from frostlab.pages.one_run import eeg_run
 from frostlab.pages.one_run.run_figures import is_wide, thinned
 from frostlab.pages.one_run.run_report import document, sources
 from frostlab.pages.write import PAGE, is_current, report
@@ -83,8 +86,11 @@ def table(shown: Document, name: str) -> list[list[str]]:
 
 def test_every_number_of_the_page_is_in_a_record_and_torch_stays_out(tmp_path: Path) -> None:
     folder = made(tmp_path / "my-run")
-    predictions = {"split": "report", "labels": [0, 0, 1, 1], "predicted": [0, 1, 1, 1]}
+    predictions = {"split": "report", "labels": [0, 0, 1, 1], "classes": [0, 1, 1, 1]}
     (folder / "predictions.json").write_text(json.dumps(predictions))
+    samples = {"samples": [{"prompt": "On 3 May", "text": " it\nsnowed.", "ended": "end"}],
+               "max_tokens": 48, "temperature": 0.8, "top_p": 0.95, "seed": 0}  # fmt: skip
+    (folder / "samples.json").write_text(json.dumps(samples))
     add_note(folder, "a second try")
     add_tag(folder, "paper")
     code = (
@@ -96,6 +102,7 @@ def test_every_number_of_the_page_is_in_a_record_and_torch_stays_out(tmp_path: P
     text = (folder / PAGE).read_text()
     assert "80.00%" in text
     assert "a second try" in text
+    assert " it\nsnowed.</a>" in text
     assert is_current(folder)
     for name in ("training", "confusion", "times", "classes"):
         assert (folder / "figures" / f"{name}.svg").stat().st_size > 1000
@@ -297,6 +304,31 @@ def test_an_eeg_run_shows_subjects_traces_and_electrodes(listener: Path) -> None
     text = (listener / PAGE).read_text()
     assert "a linear decoder has" in text
     assert "<b>" not in text
+
+
+def test_weights_of_a_frozen_first_layer_are_found(listener: Path) -> None:
+    rows = figure(document(listener, "en"), "electrodes").rows
+    frozen = listener / "checkpoints" / "frozen-1"
+    frozen.mkdir()
+    stored = listener / RESULT["checkpoint"] / "model.safetensors"
+    stored.rename(frozen / "frozen.safetensors")
+    save_file({"head": np.zeros(1, np.float32)}, stored)
+    assert figure(document(listener, "en"), "electrodes").rows == rows
+
+
+def test_arms_that_decode_eeg_are_drawn_together(listener: Path, tmp_path: Path) -> None:
+    np.savez(listener / "heard.npz", **{person.name: person.envelope for person in PEOPLE})
+    for name in ("first", "second", "damaged"):
+        shutil.copytree(listener, tmp_path / "compared" / name)
+    (tmp_path / "compared" / "damaged" / "decoded.npz").write_bytes(b"no archive")
+    runs = {"one": "first", "<b>": "second", "three": "damaged", "four": "../listener"}
+    shown = {figure.name: figure for figure in eeg_run.of_arms(tmp_path / "compared", runs)}
+    assert list(shown) == ["subjects-report", "trace-report", "electrodes-one", "electrodes--b-"]
+    points = shown["subjects-report"].rows
+    assert {row["decoder"] for row in points} == {"one", "<b>", "three"}
+    assert {row["subject"] for row in points} == {"s0", "s1", "s2"}
+    assert {row["signal"] for row in shown["trace-report"].rows} == {"one", "<b>", "heard"}
+    assert "&lt;b&gt;" in still(shown["trace-report"].chart)
 
 
 def test_what_is_damaged_is_a_problem_of_an_eeg_page(listener: Path) -> None:

@@ -10,9 +10,10 @@ import torch
 
 import frostlab as fl
 from frostlab.errors import UnfinishedRun
+from frostlab.models.sampling import Sample
 from frostlab.records.checkpoint import PROGRESS, checkpoints_in
 from frostlab.storage import seal
-from frostlab.use.generate import Sample, samples_text
+from frostlab.use.generate import samples_text
 from trained import trained
 
 

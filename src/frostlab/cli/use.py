@@ -266,7 +266,8 @@ def generate(
     """
     count = samples if samples is not None else 5 if temperature else 1
     loaded = list(dict.fromkeys(_load(runs, name) for name in names))
-    from frostlab.use.generate import Sampling, check_generates, generate, samples_text
+    from frostlab.models.sampling import Sampling
+    from frostlab.use.generate import check_generates, generate, samples_text
     from frostlab.use.scoring import Evaluator
 
     sampling = Sampling(tokens, temperature, top_p, seed, count)

@@ -274,7 +274,7 @@ def _heat(grid: Grid, width: int = _WIDTH) -> Any:
     )
     scale = alt.Scale(scheme="viridis", domain=[grid.power(0.0), grid.power(grid.high)])
     legend = alt.Legend(
-        title=None, labelExpr="format(pow(10, datum.value), '.0e')", tickCount=4,
+        title=None, labelExpr="format(pow(10, datum.value), '.2~g')", tickCount=4,
         orient="bottom", gradientLength=width,
     )  # fmt: skip
     coloured = (

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from frostlab.comparison.evidence import ArmVerdict, Evidence, read_evidence
+from frostlab.comparison.evidence import ArmVerdict, Evidence, RunSummary, read_evidence
+from frostlab.comparison.measures.performance import paired_runs
 from frostlab.comparison.oelm_json import QUESTIONS, arm_key
 from frostlab.comparison.verdict import MEANINGS
 from frostlab.errors import BadInput
@@ -18,6 +19,7 @@ from frostlab.pages.content import (
     Block,
     Cell,
     Document,
+    Figure,
     Paragraph,
     Records,
     Section,
@@ -25,7 +27,10 @@ from frostlab.pages.content import (
     words,
 )
 from frostlab.pages.curves import Curve
-from frostlab.pages.languages import WORDS, time_pieces, translated, verdict_pieces
+from frostlab.pages.generated import generated_texts
+from frostlab.pages.languages.phrases import WORDS, translated
+from frostlab.pages.languages.sentences import time_pieces, verdict_pieces
+from frostlab.pages.one_run import eeg_run
 from frostlab.text import plain
 
 EVIDENCE = "evidence.json"
@@ -34,6 +39,7 @@ GAIN = (
     "that also selects the weights.) "
 )
 _SHOWN_DOUBTS = 12  # on the first screen
+_DRAWN_ARMS = 4  # whose decoded envelopes are drawn
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,10 @@ class Compared:
         """Name of the baseline without control characters, to show it."""
         return plain(self.evidence.baseline)
 
+    def runs(self, arm: str) -> list[RunSummary]:
+        """Return the runs of an arm that finished and can be paired."""
+        return paired_runs(self.evidence, arm)
+
     def of_arm(self, arm: str, *keys: str | int, format: str = "number") -> Cell:
         """Return the cell of a value of an arm in comparison.json."""
         return self.records.cell(COMPARISON, self.key(arm), *keys, format=format)
@@ -68,19 +78,35 @@ class Compared:
         """Return the key of an arm in comparison.json and timing.json."""
         return arm_key(arm, self.evidence.baseline, self.evidence.oelm)
 
+    def sentence(self, verdict: ArmVerdict, *keys: str | int) -> list[str | Cell]:
+        """Return the sentence of a verdict; `keys` lead to it in evidence.json."""
+        if self.language in WORDS:
+            return verdict_pieces(verdict, self.evidence.rules, self.language, self.cell, *keys)
+        return [self.cell(*keys, "sentence", format="text")]
+
+    def remark(self, *keys: str | int) -> Cell:
+        """Return the cell of a remark of evidence.json, in the report's language if possible."""
+        return self.cell(*keys, format=f"remark in {self.language}")
+
+    def looks(self) -> Cell:
+        """Return the cell with the looks taken and planned."""
+        return self.cell(format=f"looks in {self.language}")
+
     def time_of(self, name: str) -> Paragraph:
         """Return the verdict on an arm's step time; red if unproven, confounded or flagged."""
         timing, confounded = self.evidence.timing, bool(self.evidence.confounds.get(name))
         assert timing is not None
-        pieces: list[str | Cell] = [self.cell("timing", "arms", name, "sentence", format="text")]
+        arm, foreign = timing.arms[name], self.language in WORDS
+        pieces: list[str | Cell] = (
+            time_pieces(name, arm, self.evidence.baseline, self.language, self.cell)
+            if foreign
+            else [self.cell("timing", "arms", name, "sentence", format="text")]
+        )
         if confounded:
             pieces += [" Confounded by ", self.cell("confounds", name, format="list"), "."]
-        alarm = confounded or not timing.proven or timing.arms[name].flag is not None
-        if self.language in WORDS:
-            arm = timing.arms[name]
-            pieces = time_pieces(name, arm, self.evidence.baseline, self.language, self.cell)
-            return item(*pieces, alarm=alarm)
-        return item(*pieces, alarm=alarm, lead=f"Time of a step, {plain(name)}:")
+        alarm = confounded or not timing.proven or arm.flag is not None
+        lead = "" if foreign else f"Time of a step, {plain(name)}:"
+        return item(*pieces, alarm=alarm, lead=lead)
 
     @cached_property
     def curves(self) -> dict[str, list[Curve]]:
@@ -139,8 +165,7 @@ def _cautions(compared: Compared) -> list[Paragraph]:
     evidence = compared.evidence
     blocks = []
     if evidence.caution:
-        caution = translated("Caution: ", compared.language)
-        blocks.append(words(caution, compared.cell("caution", format="text"), ".", alarm=True))
+        blocks.append(words("Caution: ", compared.cell("caution", format="text"), ".", alarm=True))
     texts = []
     if evidence.plan.quick:
         texts.append("A quick comparison with short runs: it shows no more than whether a full "
@@ -148,7 +173,7 @@ def _cautions(compared: Compared) -> list[Paragraph]:
     if evidence.plan.runs:
         texts.append("The runs were chosen after they had ended, so the statements hold only if "
                      "nobody knew their results.")  # fmt: skip
-    return blocks + [words(translated(text, compared.language), alarm=True) for text in texts]
+    return blocks + [words(text, alarm=True) for text in texts]
 
 
 def _findings(compared: Compared) -> list[Paragraph]:
@@ -161,7 +186,7 @@ def _findings(compared: Compared) -> list[Paragraph]:
             blocks.append(_foreign(compared, name))
             continue
         if verdict.word in DOUBTFUL:
-            blocks.append(item(_sentence(compared, "verdicts", name), alarm=True))
+            blocks.append(item(*compared.sentence(verdict, "verdicts", name), alarm=True))
             continue
         pieces: list[str | Cell] = [compared.cell("verdicts", name, "word", format="text")]
         if verdict.paired is not None:
@@ -181,10 +206,9 @@ def _findings(compared: Compared) -> list[Paragraph]:
 
 def _foreign(compared: Compared, name: str) -> Paragraph:
     """Return the verdict on an arm in the language of the report, if that is not English."""
-    verdict, language = compared.evidence.verdicts[name], compared.language
-    rules, keys = compared.evidence.rules, ("verdicts", name)
-    pieces = verdict_pieces(verdict, rules, language, compared.cell, *keys)
-    lead = f"{plain(name)}：{WORDS[language][verdict.word]}。"
+    verdict = compared.evidence.verdicts[name]
+    pieces = compared.sentence(verdict, "verdicts", name)
+    lead = f"{plain(name)}：{WORDS[compared.language][verdict.word]}。"
     return item(*pieces, alarm=verdict.word in DOUBTFUL, lead=lead)
 
 
@@ -204,13 +228,14 @@ def _doubts(compared: Compared) -> list[Paragraph]:
         if verdict.together
     ]  # fmt: skip
     if evidence.timing is not None and not evidence.timing.proven:
-        blocks.append(item(translated("The times of steps are unproven: ", compared.language),
-                           compared.cell("timing", "reasons", format="list"), ".",
+        blocks.append(item("The times of steps are unproven: ",
+                           compared.cell("timing", "reasons",
+                                         format=f"remarks in {compared.language}"), ".",
                            alarm=True))  # fmt: skip
     if evidence.assay is not None and not evidence.assay.found:
         blocks.append(_assay(compared))
     if evidence.rules.risk > evidence.rules.alpha + 1e-12:
-        blocks.append(item("Looked at too often: ", compared.cell(format="looks"), ".", alarm=True))
+        blocks.append(item("Looked at too often: ", compared.looks(), ".", alarm=True))
     blocks += facts.refused_pairs(compared)
     blocks += _notes(compared, only_doubts=True)
     if len(blocks) > _SHOWN_DOUBTS:
@@ -232,7 +257,7 @@ def _notes(compared: Compared, only_doubts: bool) -> list[Paragraph]:
             if about_run:  # the note names its own arm, and may belong to several verdicts
                 seen.add(note)
             blocks.append(item(
-                compared.cell("verdicts", name, "notes", number, format="text"), ".", alarm=doubt,
+                compared.remark("verdicts", name, "notes", number), ".", alarm=doubt,
                 lead="" if about_run else f"{plain(name)}:",
             ))  # fmt: skip
     return blocks
@@ -245,11 +270,6 @@ def _is_doubt(note: str) -> bool:
 
 
 # Sections
-
-
-def _sentence(compared: Compared, *keys: str | int) -> Cell:
-    """Return the sentence of a verdict."""
-    return compared.cell(*keys, "sentence", format="text")
 
 
 def _arms(compared: Compared) -> list[Block]:
@@ -269,7 +289,7 @@ def _verdicts(compared: Compared) -> list[Block]:
     """Return every verdict in a full sentence, and the tests of the comparison itself."""
     evidence = compared.evidence
     blocks: list[Block] = [
-        item(_sentence(compared, "verdicts", name), alarm=verdict.word in DOUBTFUL)
+        item(*compared.sentence(verdict, "verdicts", name), alarm=verdict.word in DOUBTFUL)
         for name, verdict in evidence.verdicts.items()
     ]
     blocks += _notes(compared, only_doubts=False)
@@ -281,11 +301,13 @@ def _verdicts(compared: Compared) -> list[Block]:
         blocks.append(_assay(compared))
     blocks.append(_false_alarms(compared))
     if evidence.rules.history() is not None:
-        blocks.append(item("This is ", compared.cell(format="looks"), ".",
+        blocks.append(item("This is ", compared.looks(), ".",
                            alarm=evidence.rules.risk > evidence.rules.alpha + 1e-12))  # fmt: skip
     blocks += [_earlier_look(compared, number) for number, _ in enumerate(evidence.earlier_looks)]
     used = {verdict.word for verdict in evidence.verdicts.values()}
-    blocks += [words(f"“{word}” means: {text}.") for word, text in MEANINGS.items() if word in used]
+    shown = WORDS.get(compared.language, {})
+    blocks += [words(f"“{shown.get(word, word)}” means: {text}.")
+               for word, text in MEANINGS.items() if word in used]  # fmt: skip
     return [*blocks, *tables.further_numbers(compared)]
 
 
@@ -313,10 +335,11 @@ def _assay(compared: Compared) -> Paragraph:
     missed = "was not found, so this comparison cannot see a harm of that size"
     known = {"worse": "was found", "better": "is no harm here, so it tests nothing"}
     outcome = known.get(assay.verdict.word, missed)
-    return item("The planted harm, a baseline trained for ",
-                compared.cell("assay", "steps", format="count"), " of ",
-                compared.cell("assay", "of", format="count"), f" steps, {outcome}: ",
-                _sentence(compared, "assay", "verdict"), alarm=not assay.found)  # fmt: skip
+    return item("The planted harm, a baseline that trained for ",
+                compared.cell("assay", "steps", format="count"), " steps instead of ",
+                compared.cell("assay", "of", format="count"), f", {outcome}: ",
+                *compared.sentence(assay.verdict, "assay", "verdict"),
+                alarm=not assay.found)  # fmt: skip
 
 
 def _false_alarms(compared: Compared) -> Paragraph:
@@ -326,10 +349,12 @@ def _false_alarms(compared: Compared) -> Paragraph:
         f"Statements about {plain(rules.metric)}: ",
         compared.cell("verdicts", first, "family", format="count"),
         ". If no arm differed, at most ", compared.cell(format="level"),
-        " of such comparisons would call any arm better or worse",
     ]  # fmt: skip
     if rules.timed:
-        pieces += [", and ", compared.cell(format="time level"), " any arm faster or slower"]
+        pieces += [" of such comparisons would call any arm better or worse, and at most ",
+                   compared.cell(format="time level"), " any arm faster or slower"]  # fmt: skip
+    else:
+        pieces += [" of such comparisons would call any arm better or worse"]
     return item(*pieces, ".")
 
 
@@ -347,7 +372,7 @@ def _questions(compared: Compared) -> list[Block]:
     for number, answer in enumerate(evidence.contrasts):
         pieces: list[str | Cell] = [
             GAIN if answer.of == "gain" else "",
-            _sentence(compared, "contrasts", number, "verdict"),
+            *compared.sentence(answer.verdict, "contrasts", number, "verdict"),
             *_note_pieces(compared, answer.verdict, "contrasts", number, "verdict"),
         ]
         question = compared.cell("contrasts", number, "question", format="text")
@@ -356,7 +381,7 @@ def _questions(compared: Compared) -> list[Block]:
     if blocks or evidence.oelm is None:
         return blocks
     texts: tuple[list[str | Cell], ...] = (
-        [_sentence(compared, "verdicts", evidence.oelm)],
+        compared.sentence(evidence.verdicts[evidence.oelm], "verdicts", evidence.oelm),
         _saving(compared, evidence.oelm),
         _speed(compared, evidence.oelm),
         _orthogonality(compared),
@@ -373,7 +398,7 @@ def _questions(compared: Compared) -> list[Block]:
 def _note_pieces(compared: Compared, verdict: ArmVerdict, *keys: str | int) -> list[str | Cell]:
     pieces: list[str | Cell] = []
     for number, _ in enumerate(verdict.notes):
-        pieces += [" Note: ", compared.cell(*keys, "notes", number, format="text"), "."]
+        pieces += [" Note: ", compared.remark(*keys, "notes", number), "."]
     return pieces
 
 
@@ -422,7 +447,7 @@ def _cost(compared: Compared, arm: str) -> list[str | Cell]:
 def _speed(compared: Compared, arm: str) -> list[str | Cell]:
     if compared.evidence.timing is None:
         return ["Not known: steps were not timed."]
-    return [compared.cell("timing", "arms", arm, "sentence", format="text")]
+    return list(compared.time_of(arm).pieces)
 
 
 def _orthogonality(compared: Compared) -> list[str | Cell]:
@@ -438,8 +463,23 @@ def _orthogonality(compared: Compared) -> list[str | Cell]:
         f"{plain(verdict.baseline)} may also have other norms. With the treatments oelm and "
         "oelm-random-matched, every head has the same norm in both arms."
     )
-    return [_sentence(compared, "orthogonality"),
+    return [*compared.sentence(verdict, "orthogonality"),
             *_note_pieces(compared, verdict, "orthogonality"), scale]  # fmt: skip
+
+
+def _heard(compared: Compared) -> list[Figure]:
+    """Draw what the first run of each arm decoded, if the arms are decoders of EEG."""
+    if not compared.evidence.subjects:
+        return []
+    arms = compared.arms[:_DRAWN_ARMS]
+    runs = {arm: run.folder for arm in arms for run in compared.runs(arm)[:1]}
+    return eeg_run.of_arms(compared.folder, runs)
+
+
+def _samples(compared: Compared) -> list[Block]:
+    """Return texts that the first run of each arm generated, if the arms are language models."""
+    runs = [(arm, run.folder) for arm in compared.arms for run in compared.runs(arm)[:1]]
+    return generated_texts(compared.records, runs)
 
 
 Make = Callable[[Compared], Sequence[Block]]  # makes the blocks of a section, possibly none
@@ -453,9 +493,10 @@ SECTIONS: tuple[tuple[str, str, tuple[Make, ...]], ...] = (
     ("convergence", "Convergence", (drawn.cost_curves, tables.convergence)),
     ("tuning", "Tuning", (drawn.tuning, tables.tuning)),
     ("stages", "Stages", (tables.stages,)),
-    ("subjects", "Subjects", (tables.subjects,)),
+    ("subjects", "Subjects", (tables.subjects, _heard)),
     ("gradients", "Gradient flow", (drawn.gradient_flow, tables.gradients)),
     ("share", "Parameters and memory", (drawn.trained_share, drawn.parameters)),
+    ("samples", "Generated texts", (_samples,)),
     ("differences", "What differs between the arms", (facts.differences,)),
     ("data", "Data", (facts.data,)),
     ("environment", "Environment", (facts.environment,)),

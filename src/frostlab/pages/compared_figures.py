@@ -38,20 +38,11 @@ _MEMORY = {  # sizes in evidence.json's timing, by key
 }
 
 
-# Runs
-
-
-def _runs(compared: "Compared", arm: str) -> list[RunSummary]:
-    """Return the finished runs of an arm that are not refused as pairs."""
-    refused = {(pair.arm, pair.seed) for pair in compared.evidence.refused_pairs}
-    return [run for run in compared.evidence.arms[arm].finished if (arm, run.seed) not in refused]
-
-
 def read_curves(compared: "Compared") -> dict[str, list[Curve]]:
     """Return the curves of each arm's finished runs, without runs whose events are missing."""
     span = _span(compared)
     read = {
-        arm: [read_curve(compared.folder / run.folder, span) for run in _runs(compared, arm)]
+        arm: [read_curve(compared.folder / run.folder, span) for run in compared.runs(arm)]
         for arm in compared.arms
     }
     return {arm: [curve for curve in group if curve is not None] for arm, group in read.items()}
@@ -59,7 +50,7 @@ def read_curves(compared: "Compared") -> dict[str, list[Curve]]:
 
 def _span(compared: "Compared") -> int:
     """Return the number of successive steps that are averaged."""
-    steps = (run.steps for arm in compared.arms for run in _runs(compared, arm))
+    steps = (run.steps for arm in compared.arms for run in compared.runs(arm))
     return span_of(max(steps, default=1), most_points(len(compared.arms)))
 
 
@@ -73,7 +64,7 @@ def paired_differences(compared: "Compared") -> Figure | None:
     base = {run.seed: run.metrics.get(metric) for run in evidence.arms[evidence.baseline].finished}
     seeds, effects = [], []
     for name in compared.others:
-        for run in _runs(compared, name):
+        for run in compared.runs(name):
             own, other = run.metrics.get(metric), base.get(run.seed)
             if own is None or other is None or (ratio and (own <= 0 or other <= 0)):
                 continue
@@ -89,14 +80,22 @@ def paired_differences(compared: "Compared") -> Figure | None:
         seeds, effects, compared.arms,
         f"{plain(metric)} {sign} that of {plain(evidence.baseline)} ({better})", ratio,
     )  # fmt: skip
-    what = "ratio of an arm to the baseline" if ratio else "difference of an arm from the baseline"
-    caption = f"Each dot is one seed's {what}; the dashed line is no difference."
+    caption = (
+        "Each dot is one seed's ratio of an arm to the baseline; the dashed line is no difference."
+        if ratio
+        else "Each dot is one seed's difference of an arm from the baseline; the dashed line is no "
+        "difference."
+    )
     if any(row["low"] is not None or row["high"] is not None for row in effects):
-        caption += " The line above the dots is the interval of the verdict, with the effect marked"
-        caption += "; an arrow means that the interval goes on beyond the axis."
+        caption += (
+            " The line above the dots is the interval of the verdict, with the effect marked; an "
+            "arrow means that the interval goes on beyond the axis."
+        )
     if any("seen" in row for row in effects):
-        caption += " A true effect inside the grey bar would be missed in more than 2 of 10 such"
-        caption += " comparisons."
+        caption += (
+            " A true effect inside the grey bar would be missed in more than 2 of 10 such "
+            "comparisons."
+        )
     return Figure("paired-differences", "Difference from the baseline, seed by seed", chart,
                   caption, [*seeds, *effects], (_EVIDENCE,))  # fmt: skip
 
@@ -174,6 +173,7 @@ def _bars(
     ]
     if not rows:
         return []
+    caption += figures.cut_off(rows, axis)
     chart = figures.bars(rows, compared.arms, axis)
     return [Figure(name, title, chart, caption, rows, (_EVIDENCE,))]
 
@@ -207,7 +207,7 @@ def step_times(compared: "Compared") -> list[Figure]:
     times = {arm: [curve.step_ms for curve in curves] for arm, curves in compared.curves.items()}
     return _curves(
         compared, "step-time-curve", "Time of a training step during the runs", "step", "ms a step",
-        times, {}, False, "Steps of the warm-up are left out." + _averaged(compared),
+        times, {}, False, f"Steps of the warm-up are left out. {_averaged(compared)}".strip(),
     )  # fmt: skip
 
 
@@ -279,7 +279,7 @@ def _is_logarithmic(metric: str, values: Mapping[str, Sequence[Mapping[int, floa
 
 
 def _averaged(compared: "Compared") -> str:
-    return "" if _span(compared) == 1 else " Each point is the mean of successive steps."
+    return "" if _span(compared) == 1 else "Each point is the mean of successive steps."
 
 
 def _curves(
@@ -309,15 +309,17 @@ def _curves(
             })  # fmt: skip
     if max((sum(row["arm"] == arm for row in points) for arm in values), default=0) < 2:
         return []
+    cut_off = figures.cut_off(points, y)
     chart = figures.curves(points, compared.arms, x, y, log, short)
-    caption = "The line is the mean over the finished runs"
+    caption = "The line is the mean over the finished runs."
     if any(point["low"] is not None for point in points):
-        caption += ", the band one standard deviation around it"
-    caption += ", both on the logarithmic scale." if log else "."
+        caption += " The band is one standard deviation around it."
+    if log:
+        caption += " Both are on the logarithmic scale."
     if not all(point["all"] for point in points):
-        caption += " It is dashed where some runs had ended."
-    files = tuple(f"{run.folder}/events.jsonl" for arm in values for run in _runs(compared, arm))
-    return [Figure(name, title, chart, f"{caption} {note.strip()}".strip(), points, files)]
+        caption += " The line is dashed where some runs had ended."
+    files = tuple(f"{run.folder}/events.jsonl" for arm in values for run in compared.runs(arm))
+    return [Figure(name, title, chart, f"{caption} {note}".strip() + cut_off, points, files)]
 
 
 def _with_band(point: Mapping[str, Any]) -> str:
@@ -419,6 +421,7 @@ def _response(compared: "Compared", index: int) -> Figure | None:
     if not means:
         return None
     metric = compared.evidence.rules.metric
+    cut_off = figures.cut_off(rows, metric)
     log_y = compared.evidence.rules.log and min(means) > 0 and max(means) / min(means) > _DECADE
     is_rate = setting.key in ("lr", "optim.lr")
     what = "learning rate" if is_rate else plain(setting.key)
@@ -433,6 +436,7 @@ def _response(compared: "Compared", index: int) -> Figure | None:
     )
     if len(means) < len(rows):
         caption += " A red × is a value with which a run did not finish."
+    caption += cut_off
     slug = re.sub(r"[^a-z0-9]+", "-", setting.key.lower()).strip("-")[:40]
     name = f"tuning-{slug}" if slug else f"tuning-{index}"
     return Figure(name, f"Response to the {what}", chart, caption, rows, (_EVIDENCE,))
@@ -479,7 +483,7 @@ def _heat_maps(compared: "Compared") -> list[Figure]:
     grids: dict[str, Grid] = {}
     files = []
     for arm in compared.arms[:_HEAT_ARMS] if compared.evidence.flow else ():
-        for run in _runs(compared, arm)[:1]:
+        for run in compared.runs(arm)[:1]:
             if (flow := _last_flow(compared, run)) is not None and flow.reports:
                 rows = rows_of(flow, _HEAT_ROWS)[:_HEAT_ROWS]
                 grids[arm] = grid_of(flow, "gradient", rows, _HEAT_COLUMNS)
@@ -488,13 +492,15 @@ def _heat_maps(compared: "Compared") -> list[Figure]:
     if not any(cell["power"] is not None for cell in cells):
         return []
     chart = figures.heat_maps(cells, list(grids), "gradient norm")
-    caption = "Norm of the gradient of each part of the model by step, in the first run of each arm"
-    caption += "; all arms have the same scale."
+    caption = (
+        "Norm of the gradient of each part of the model by step, in the first run of each arm; all "
+        "arms have the same scale."
+    )
     drawn = {cell["sign"] for cell in cells}
     explained = [f"{sign} is {MEANINGS[kind]}" for kind, sign in SIGNS.items()
                  if sign in drawn and kind != ZERO]  # fmt: skip
     if explained:
-        caption += f" In grey cells, {', '.join(explained)}."
+        caption += f" In grey cells, {'; '.join(explained)}."
     if len(compared.arms) > _HEAT_ARMS:
         caption += " Only the first arms of the plan are drawn."
     return [Figure("gradient-heat-maps", "Gradients by layer and step", chart, caption, cells,
@@ -572,9 +578,12 @@ def trained_share(compared: "Compared") -> list[Figure]:
     if len({row["share"] for row in rows}) < 2:
         return []
     _spread_out(rows)
+    caption = (
+        "The symbol is the mean over seeds, the line its 95 % interval. Arms with the same share "
+        "are drawn side by side."
+    )
+    caption += figures.cut_off(rows, metric)
     chart = figures.trade_off(rows, compared.arms, "share of parameters that trains", plain(metric))
-    caption = "The symbol is the mean over seeds, the line its 95 % interval. Arms with the same "
-    caption += "share are drawn side by side."
     return [Figure("trained-share", f"{plain(metric)} against the share that trains", chart,
                    caption, rows, (_EVIDENCE,))]  # fmt: skip
 

@@ -18,13 +18,17 @@ from typing import Any
 from frostlab.comparison.evidence import Effect, Summary, interval_text
 from frostlab.comparison.plan import Rules
 from frostlab.errors import BadInput
+from frostlab.pages.languages.phrases import LANGUAGES, WORDS, reason_in, translated
 from frostlab.storage import read_json
-from frostlab.text import NONE, hms, number, plain
+from frostlab.text import NONE, hms, number, plain, printable
 
 _MEBIBYTE = 2**20
+_LARGE_SHARE = 10.0  # a share from this on is shown as a multiple
 _SMALLEST = 0.0001  # a smaller probability is shown as "< 0.0001"
 _WORDS = frozenset({  # formats of texts; all others show numbers
-    "text", "json", "list", "file name", "looks", "short digest", "verdict", "verdict counts",
+    "text", "lines", "json", "list", "file name", "short digest",
+    *(f"{name} in {language}" for language in LANGUAGES
+      for name in ("looks", "remark", "remarks", "reason", "word", "verdict", "verdict counts")),
 })  # fmt: skip
 
 
@@ -60,16 +64,22 @@ def _interval(effect: dict[str, Any]) -> str:
     return interval_text(effect["low"], effect["high"], effect["log"])
 
 
-def _with_interval(values: dict[str, Any], key: str, form: str) -> str:
+def _with_interval(values: dict[str, Any], key: str, form: str | Callable[[Any], str]) -> str:
     """Show a value with its interval, if at least one end of the interval is known."""
+    show = form.format if isinstance(form, str) else form
     if values[key] is None:
         return NONE
     low, high = values["low"], values["high"]
     if low is None and high is None:
-        return form.format(values[key])
-    lower = "−∞" if low is None else form.format(low)
-    upper = "∞" if high is None else form.format(high)
-    return f"{form.format(values[key])} [{lower}, {upper}]"
+        return show(values[key])
+    lower = "−∞" if low is None else show(low)
+    upper = "∞" if high is None else show(high)
+    return f"{show(values[key])} [{lower}, {upper}]"
+
+
+def _share_text(share: float) -> str:
+    """Show a share in percent; a very large end of an interval is a multiple."""
+    return f"{share:.1%}" if abs(share) < _LARGE_SHARE else f"{share:.3g} ×"
 
 
 def _rules(evidence: dict[str, Any]) -> Rules:
@@ -106,10 +116,36 @@ def _clipped(runs: list[dict[str, Any]]) -> str:
     return f"{fmean(shares):.1%}" if shares else NONE
 
 
-def _verdict(verdict: dict[str, Any]) -> str:
+def _word(word: str, language: str) -> str:
+    return plain(WORDS[language].get(word, word) if language in WORDS else word)  # type: ignore[call-overload]
+
+
+def _verdict(verdict: dict[str, Any], language: str = "en") -> str:
     """Show a verdict's word and, if there is one, its effect."""
-    effect = verdict["paired"]
-    return plain(verdict["word"]) + ("" if effect is None else f": {Effect(**effect)}")
+    word, effect = _word(verdict["word"], language), verdict["paired"]
+    return word + ("" if effect is None else f": {Effect(**effect)}")
+
+
+def _verdict_counts(counts: dict[str, int], language: str = "en") -> str:
+    return ", ".join(f"{n} {_word(word, language)}" for word, n in counts.items())
+
+
+def _reason(language: str, sentence: str) -> str:
+    return plain(reason_in(sentence, language))
+
+
+def _in_language(language: str) -> dict[str, Callable[[Any], str]]:
+    """Return the formats of texts that a record holds in English."""
+    return {
+        f"remark in {language}": lambda value: plain(translated(value, language)),
+        f"remarks in {language}": lambda value: (
+            ", ".join(plain(translated(entry, language)) for entry in value) or NONE
+        ),
+        f"looks in {language}": lambda value: translated(_rules(value).history() or NONE, language),
+        f"word in {language}": lambda value: _word(value, language),
+        f"verdict in {language}": lambda value: _verdict(value, language),
+        f"verdict counts in {language}": lambda value: _verdict_counts(value, language),
+    }
 
 
 def _finished_runs(arms: dict[str, Any]) -> str:
@@ -122,6 +158,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
     name: _or_none(show)
     for name, show in dict[str, Callable[[Any], str]]({
         "text": lambda value: plain(str(value)),
+        "lines": lambda value: printable(str(value)),
         "json": lambda value: plain(value),
         "number": number,
         "probability": _probability,
@@ -162,7 +199,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
         "trainable share": lambda value: f"{value['trainable'] / value['total']:.1%}",
         "adjusted p": _adjusted_p,
         "reached": lambda value: f"{value['reached']} of {value['runs']}",
-        "share": lambda value: _with_interval(value, "share", "{:.1%}"),
+        "share": lambda value: _with_interval(value, "share", _share_text),
         "gap": lambda value: _with_interval(value, "gap", "{}"),
         "saved": lambda value: _with_interval(value, "saved", "{}"),
         "tuned value": lambda value: _with_interval(value, "mean", "{:.4g}"),
@@ -171,10 +208,9 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
         "confidence": lambda value: f"{100 * (1 - _rules(value).level):.4g} %",
         "time level": lambda value: f"{_rules(value).time_level:.2%}",
         "time confidence": lambda value: f"{100 * (1 - _rules(value).time_level):.4g} %",
-        "looks": lambda value: _rules(value).history() or NONE,
         "step ratio": lambda value: _with_interval(value, "ratio", "{:.4f}"),
-        "verdict": _verdict,
-        "verdict counts": lambda value: ", ".join(f"{n} {word}" for word, n in value.items()),
+        **{name: show for language in LANGUAGES for name, show in _in_language(language).items()},
+        **{f"reason in {language}": partial(_reason, language) for language in WORDS},
         "finished of all arms": _finished_runs,
         # in the report of a run
         "setting": plain,

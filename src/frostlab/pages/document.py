@@ -22,7 +22,8 @@ from markupsafe import Markup
 from frostlab.charts import PALETTE, cleaned, label, page_svg, require_drawing, still, themed
 from frostlab.html import environment
 from frostlab.pages.content import Block, Document, Figure, Paragraph, Table
-from frostlab.pages.languages import translated
+from frostlab.pages.languages.phrases import translated
+from frostlab.pages.languages.sentences import in_its_language
 from frostlab.storage import build_once, cache_folder
 
 _BUNDLE = "vega.js"
@@ -33,6 +34,7 @@ def page(document: Document, drawings: Mapping[str, str] | None = None) -> str:
 
     `drawings` maps the name of each figure to its SVG from `still`; by default, it is drawn here.
     """
+    document = in_its_language(document)
     if drawings is None:
         drawings = {figure.name: still(figure.chart) for figure in document.figures}
     scripts = [vega(), _file("report.js")]
@@ -50,16 +52,16 @@ def page(document: Document, drawings: Mapping[str, str] | None = None) -> str:
     sections = [
         {
             "name": section.name,
-            "title": translated(section.title, language),
-            "blocks": _blocks(section.blocks, language, drawings),
+            "title": section.title,
+            "blocks": _blocks(section.blocks, drawings),
         }
         for section in document.sections
     ]
     template = environment.from_string(_file("report.html.jinja"))
     return template.render(
         title=document.title, about=document.about, language=language, arms=arms,
-        switch=translated("light or dark", language),
-        first=_blocks(document.first, language, drawings), sections=sections,
+        switch=translated("light or dark", language), files=translated("Files:", language),
+        first=_blocks(document.first, drawings), sections=sections,
         problems=document.problems, policy=policy, style=Markup(_file("report.css")),
         vega=Markup(scripts[0]), script=Markup(scripts[1]),
     )  # fmt: skip
@@ -74,9 +76,7 @@ def _file(name: str) -> str:
     return files("frostlab.pages").joinpath(name).read_text(encoding="utf-8")
 
 
-def _blocks(
-    blocks: Sequence[Block], language: str, drawings: Mapping[str, str]
-) -> list[dict[str, Any]]:
+def _blocks(blocks: Sequence[Block], drawings: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the values with which the template shows blocks; list items in a row form one list."""
     listed = groupby(blocks, lambda block: isinstance(block, Paragraph) and block.item)
     return [
@@ -85,18 +85,16 @@ def _blocks(
         for values in (
             [{"kind": "list", "entries": list(members)}]
             if is_list
-            else (_block(member, language, drawings) for member in members)
+            else (_block(member, drawings) for member in members)
         )
     ]
 
 
-def _block(block: Block, language: str, drawings: Mapping[str, str]) -> dict[str, Any]:
+def _block(block: Block, drawings: Mapping[str, str]) -> dict[str, Any]:
     values = {field.name: getattr(block, field.name) for field in fields(block)}
     if isinstance(block, Table):
         values["numeric"] = block.numeric
     if isinstance(block, Figure):
-        values["title"] = translated(block.title, language)
-        values["caption"] = translated(block.caption, language)
         values["svg"] = page_svg(drawings[block.name], block.name)
         values["spec"] = _data(cleaned(themed(block.chart, in_page=True)))
     return values | {"kind": type(block).__name__.lower()}

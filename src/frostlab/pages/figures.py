@@ -23,6 +23,30 @@ _IS_SHOWN = "indexof(hidden_arms, datum.arm) < 0"
 _NAMES = {"labelExpr": _SHORT, "labelLimit": 260}
 
 
+_SHARE, _POSITIVE = (0.0, 1.0), (0.0, math.inf)
+_BOUNDS = {  # the least and the largest value of metrics and other quantities on axes
+    "accuracy": _SHARE, "token_accuracy": _SHARE, "macro_f1": _SHARE, "pearson": (-1.0, 1.0),
+    "loss": _POSITIVE, "training loss": _POSITIVE, "perplexity": (1.0, math.inf),
+    "seconds": _POSITIVE, "ms a step": _POSITIVE,
+}  # fmt: skip
+
+
+def cut_off(rows: Rows, quantity: str) -> str:
+    """Cut bands and intervals at the bounds of a quantity; return a sentence if any was cut.
+
+    Such ends come from the symmetry of an interval, and no run can have these values. Only the
+    drawing is cut: the texts of the rows keep the whole intervals.
+    """
+    least, most = _BOUNDS.get(quantity, (-math.inf, math.inf))
+    is_cut = False
+    for row in rows:
+        if row["low"] is not None and row["high"] is not None:
+            whole = row["low"], row["high"]
+            row["low"], row["high"] = max(row["low"], least), min(row["high"], most)
+            is_cut |= whole != (row["low"], row["high"])
+    return " Bands and intervals are cut off at the ends of the scale." * is_cut
+
+
 def _altair() -> Any:
     return require_drawing("a report")[0]
 
@@ -135,6 +159,15 @@ def window(points: Sequence[float], ends: Sequence[float | None], log: bool) -> 
     return back(low - room), back(high + room)
 
 
+def _window_of_means(rows: Rows, log: bool) -> tuple[float, float]:
+    """Return the range of an axis that shows all means, and at least the shortest interval."""
+    whole = [(row["low"], row["high"]) for row in rows
+             if row["low"] is not None and row["high"] is not None]  # fmt: skip
+    shortest = min(whole, key=lambda ends: ends[1] - ends[0], default=())
+    means = [row["mean"] for row in rows if row["mean"] is not None]
+    return window([*means, *shortest], [end for ends in whole for end in ends], log)
+
+
 def clipped(rows: Rows, domain: tuple[float, float]) -> list[dict[str, Any]]:
     """Return the rows that have a value, with the part of their interval that fits on the axis.
 
@@ -153,8 +186,8 @@ def clipped(rows: Rows, domain: tuple[float, float]) -> list[dict[str, Any]]:
         end = domain[1] if high is None else min(high, domain[1])
         drawn.append(row | {
             "from": begin, "to": end,
-            "beyond_low": domain[0] if begin == domain[0] else None,
-            "beyond_high": domain[1] if end == domain[1] else None,
+            "beyond_low": domain[0] if low is None or low < domain[0] else None,
+            "beyond_high": domain[1] if high is None or high > domain[1] else None,
         })  # fmt: skip
     return drawn
 
@@ -172,6 +205,19 @@ def _interval_layers(base: Any, x: Any, colour: Any, above: float = 0) -> list[A
             base.transform_filter(f"isValid(datum.{name})")
             .mark_point(shape=f"triangle-{side}", size=90, filled=True, opacity=1, yOffset=-above)
             .encode(x=x(f"{name}:Q"), color=colour)
+        )
+    return layers
+
+
+def _upright_intervals(base: Any, y: Callable[[str], Any]) -> list[Any]:
+    """Draw the intervals of `clipped` rows upright, with an arrow where one goes on."""
+    layers = [base.transform_filter("isValid(datum.from)").mark_rule(strokeWidth=2)
+              .encode(y=y("from:Q"), y2="to:Q")]  # fmt: skip
+    for name, side in (("beyond_low", "down"), ("beyond_high", "up")):
+        layers.append(
+            base.transform_filter(f"isValid(datum.{name})")
+            .mark_point(shape=f"triangle-{side}", size=70, filled=True, opacity=1)
+            .encode(y=y(f"{name}:Q"))
         )
     return layers
 
@@ -339,8 +385,7 @@ def responses(
     """
     alt = _altair()
     values = sorted({row["value"] for row in points})
-    known = [row["mean"] for row in points if row["mean"] is not None]
-    domain = window(known, [row[key] for row in points for key in ("low", "high")], log[1])
+    domain = _window_of_means(points, log[1])
     scale = alt.Scale(domain=list(domain), nice=False, type="log" if log[1] else "linear")
     room = alt.Scale(type="log" if log[0] else "linear", padding=28, nice=False, zero=False)
     ticks = alt.Axis(values=values, format="~g", grid=False, labelOverlap="greedy")
@@ -360,8 +405,7 @@ def responses(
     layer = alt.layer(
         base.transform_filter("isValid(datum.mean)").mark_line(strokeWidth=1.5, opacity=0.7)
         .encode(y=at("mean:Q")),
-        base.transform_filter("isValid(datum.from)").mark_rule(strokeWidth=2)
-        .encode(y=at("from:Q"), y2="to:Q"),
+        *_upright_intervals(base, at),
         base.transform_filter("isValid(datum.mean) && datum.chosen == 0")
         .mark_point(size=60, fill="white", strokeWidth=2, opacity=1)
         .encode(y=at("mean:Q"), shape=arm_shape(arms), tooltip=tooltip),
@@ -394,8 +438,9 @@ def bars(rows: Rows, arms: Sequence[str], title: str) -> Any:
     alt = _altair()
     drawn = [arm for arm in arms if any(row["arm"] == arm for row in rows)]
     points = [0.0, *(row["mean"] for row in rows)]
-    low, high = window(points, [row[key] for row in rows for key in ("low", "high")], False)
-    low = 0.0 if min(points) >= 0 else low
+    ends = [row[key] for row in rows for key in ("low", "high") if row[key] is not None]
+    low, high = window(points, ends, False)
+    low = 0.0 if min(points + ends) >= 0 else low
     scale = alt.Scale(domain=[low, high], nice=False)
 
     def x(field: str) -> Any:
@@ -406,13 +451,11 @@ def bars(rows: Rows, arms: Sequence[str], title: str) -> Any:
     bar = base.mark_bar(height=20, opacity=0.55).encode(
         x=x("mean:Q"), color=arm_colour(arms), tooltip=tooltip
     )
-    ends = base.transform_filter("isValid(datum.from)").mark_rule(strokeWidth=2).encode(
-        x=x("from:Q"), x2="to:Q", color=arm_colour(arms), tooltip=tooltip
-    )  # fmt: skip
+    intervals = _interval_layers(base.encode(tooltip=tooltip), x, arm_colour(arms))
     text = base.mark_text(align="left", dx=8, fontSize=11).encode(
         x=alt.value("width"), text="text:N"
     )
-    chart = alt.layer(bar, ends, text).properties(width=WIDTH, height=alt.Step(34))
+    chart = alt.layer(bar, *intervals, text).properties(width=WIDTH, height=alt.Step(34))
     return _finished(chart, rows=clipped(rows, (low, high)))
 
 
@@ -490,7 +533,7 @@ def heat_maps(cells: Rows, arms: Sequence[str], title: str) -> Any:
     alt = _altair()
     powers = [cell["power"] for cell in cells if cell["power"] is not None] or [0.0]
     scale = alt.Scale(scheme="viridis", domain=[min(powers), max(powers)])
-    legend = alt.Legend(title=title, labelExpr="format(pow(10, datum.value), '~g')", tickCount=4,
+    legend = alt.Legend(title=title, labelExpr="format(pow(10, datum.value), '.2~g')", tickCount=4,
                         orient="top", gradientLength=240, titleLimit=400)  # fmt: skip
     base = alt.Chart().encode(
         x=alt.X("step:O", title="step", sort="ascending",
@@ -518,21 +561,20 @@ def trade_off(rows: Rows, arms: Sequence[str], x: str, y: str) -> Any:
     Rows have arm, share_text, at (the share, moved a little), mean, low, high and text.
     """
     alt = _altair()
-    known = [row["mean"] for row in rows]
-    domain = window(known, [row[key] for row in rows for key in ("low", "high")], False)
+    domain = _window_of_means(rows, False)
     scale = alt.Scale(domain=list(domain), nice=False)
 
     def at(field: str) -> Any:
         return alt.Y(field, title=y, scale=scale, axis=alt.Axis(format=".4~g", tickCount=6))
 
     shares = alt.X("at:Q", title=x, scale=alt.Scale(zero=False, nice=True, padding=30),
-                   axis=alt.Axis(format=".3~%", tickCount=6))  # fmt: skip
+                   axis=alt.Axis(labelExpr="datum.value > 1 ? '' : format(datum.value, '.3~%')",
+                                 tickCount=6))  # fmt: skip
     tooltip = [alt.Tooltip("arm:N"), alt.Tooltip("share_text:N", title=x),
                alt.Tooltip("text:N", title=y)]  # fmt: skip
     base = _chart("rows").encode(x=shares, color=arm_colour(arms, legend=True), tooltip=tooltip)
     layers = alt.layer(
-        base.transform_filter("isValid(datum.from)").mark_rule(strokeWidth=2)
-        .encode(y=at("from:Q"), y2="to:Q"),
+        *_upright_intervals(base, at),
         base.mark_point(filled=True, size=130, opacity=1)
         .encode(y=at("mean:Q"), shape=arm_shape(arms, legend=True)),
     )  # fmt: skip

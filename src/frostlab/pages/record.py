@@ -30,6 +30,7 @@ from frostlab.pages.content import (
     item,
     words,
 )
+from frostlab.pages.languages.sentences import in_its_language
 from frostlab.text import Markdown, escaped, plain
 from frostlab.text import markdown as markdown_table
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 def markdown(document: Document) -> str:
     """Return report.md: a document's short record or, if it has none, the whole document."""
+    document = in_its_language(document)
     parts = [f"# {escaped(document.title)}", str(escaped(document.about))]
     sections = document.record
     if not sections:
@@ -179,14 +181,13 @@ def _results(compared: "Compared") -> list[Block]:
 def _findings(compared: "Compared") -> list[Block]:
     evidence = compared.evidence
     blocks: list[Block] = [
-        item(compared.cell("verdicts", name, "sentence", format="text"),
-             alarm=verdict.word in DOUBTFUL)
+        item(*compared.sentence(verdict, "verdicts", name), alarm=verdict.word in DOUBTFUL)
         for name, verdict in evidence.verdicts.items()
     ]  # fmt: skip
     if evidence.timing is not None:
         blocks += [compared.time_of(name) for name in compared.others]
     blocks += [
-        item(compared.cell("contrasts", number, "verdict", "sentence", format="text"),
+        item(*compared.sentence(answer.verdict, "contrasts", number, "verdict"),
              alarm=answer.verdict.word in DOUBTFUL,
              lead=compared.cell("contrasts", number, "question", format="text"))
         for number, answer in enumerate(evidence.contrasts)

@@ -19,9 +19,10 @@ from frostlab import __version__
 from frostlab.charts import RED, figure_files, require_drawing, still, themed
 from frostlab.drawing import Drawer
 from frostlab.errors import BadInput, FrostlabError, nearest
+from frostlab.fonts import require_fonts, with_fonts
 from frostlab.pages.content import Document, Figure
 from frostlab.pages.document import build_vega, page
-from frostlab.pages.languages import LANGUAGES
+from frostlab.pages.languages.phrases import LANGUAGES
 from frostlab.pages.record import markdown
 from frostlab.pages.tables import table_files
 from frostlab.records.index import is_comparison, is_run
@@ -52,6 +53,7 @@ def report(folder: str | Path, language: str = "en") -> Path:
             f"language {language!r:.40} is not one of {choices}{nearest(language, LANGUAGES)}"
         )
     require_drawing("a report")  # before anything is read
+    require_fonts("a report")
     with Drawer() as drawer:
         drawer.later(build_vega, drawer.bundle)
         return _report(folder, language, drawer)
@@ -152,6 +154,7 @@ def _files(document: Document, drawer: Drawer) -> dict[str, bytes]:
     for name, drawing in drawings_alone.items():
         for ending, data in figure_files(drawing).items():
             files[f"figures/{name}.{ending}"] = data
+    files |= with_fonts({name: data for name, data in files.items() if name.endswith(".svg")})
     files[PAGE] = page(document, drawings).encode()
     return files
 

@@ -35,10 +35,7 @@ from frostlab.records.schema import (
     ResumeEvent,
     StageEvent,
     StartEvent,
-    read_data,
-    read_digests,
     read_event,
-    read_predictions,
     read_result,
 )
 from frostlab.storage import (
@@ -55,7 +52,7 @@ from frostlab.storage import (
     write_whole,
 )
 from frostlab.text import number, plain
-from frostlab.typed import check_numbers, parse, read
+from frostlab.typed import check_numbers, parse, read, read_object
 
 if TYPE_CHECKING:
     from frostlab.recipe.recipe import Recipe
@@ -430,21 +427,24 @@ class RunRecord:
     @cached_property
     def digests(self) -> Digests:
         """The digests of the initial weights, the data and the frozen tensors."""
-        return read_digests(self._text("digests.json"), self.folder / "digests.json")
+        return read_object(Digests, self._text("digests.json"), self.folder / "digests.json")
 
     @cached_property
     def data(self) -> DataRecord:
         """The data: classes, and the source, counts and lengths of each split."""
-        return read_data(self._text("data.json"), self.folder / "data.json")
+        return read_object(DataRecord, self._text("data.json"), self.folder / "data.json")
 
     @cached_property
     def predictions(self) -> Predictions | None:
         """The predicted classes of the report split; None if the run has no such file."""
         path = self.folder / "predictions.json"
         try:
-            return read_predictions(read_bytes(path), path)
+            predictions = read_object(Predictions, read_bytes(path), path)
         except FileNotFoundError:
             return None
+        if len(predictions.labels) != len(predictions.classes):
+            raise BadInput(f"{path}: classes should have as many values as labels")
+        return predictions
 
     @cached_property
     def start(self) -> StartEvent:

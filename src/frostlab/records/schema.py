@@ -1,11 +1,11 @@
 """The schema of a run's records: every key of its JSON files and of its events.
 
-The files are result.json, digests.json, data.json, predictions.json and events.jsonl. All code
-reads them as the dataclasses of this module. `read_result`, `read_digests`, `read_data`,
-`read_predictions` and `read_event` parse text into them; an invalid file is refused with one line
-that names the key. To add, remove or rename a key, update docs/runs.md, of which a test checks the
-keys, and raise `SCHEMA`, unless records without a new key can still be read. In comments, `null` is
-JSON's null, which is None in Python, and units come first: `s` is seconds, `ms` milliseconds.
+The files are result.json, digests.json, data.json, predictions.json, samples.json and events.jsonl.
+All code reads them as the dataclasses of this module. `read_result`, `read_event` and
+`typed.read_object` parse text into them; an invalid file is refused with one line that names the
+key. To add, remove or rename a key, update docs/runs.md, of which a test checks the keys, and raise
+`SCHEMA`, unless records without a new key can still be read. In comments, `null` is JSON's null,
+which is None in Python, and units come first: `s` is seconds, `ms` milliseconds.
 """
 
 import re
@@ -284,6 +284,30 @@ class Predictions:
     caution: str | None = None  # a warning about the predictions
 
 
+# samples.json
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    """A text that the best weights of a language model generated."""
+
+    prompt: str  # the beginning of a text of the report split; empty: the model began a new text
+    text: str  # the continuation of the prompt
+    ended: Literal["end", "length", "positions"]  # at an end token, at `max_tokens`, at its limit
+
+
+@dataclass(frozen=True)
+class Samples:
+    """samples.json: texts that a language model generated at the end of its run."""
+
+    samples: list[GeneratedText]  # one per prompt
+    max_tokens: int  # the most tokens of a sample
+    temperature: float  # of the softmax over the next token
+    top_p: float  # share of the probability from which the next token is drawn
+    seed: int  # of the random numbers
+    caution: str | None = None  # a warning about the samples
+
+
 # events.jsonl
 
 
@@ -542,7 +566,8 @@ CHECKPOINT_NAME = re.compile(r"step-([0-9]{9,18})(?:-stage-([0-9]{1,6}))?")
 
 def read_result(text: bytes | str, where: object) -> Result:
     """Parse the text of result.json, or refuse it with a one-line error."""
-    values = _object(text, where)
+    if (values := parse(text)) is None:
+        raise BadInput(f"{where} is not a JSON object")
     _check_schema(values, where)
     result = read(Result, values, where)
     if (checkpoint := result.checkpoint) is not None:
@@ -553,24 +578,6 @@ def read_result(text: bytes | str, where: object) -> Result:
                 f"but is {checkpoint!r:.80}"
             )
     return result
-
-
-def read_digests(text: bytes | str, where: object) -> Digests:
-    """Parse the text of digests.json, or refuse it with a one-line error."""
-    return read(Digests, _object(text, where), where)
-
-
-def read_data(text: bytes | str, where: object) -> DataRecord:
-    """Parse the text of data.json, or refuse it with a one-line error."""
-    return read(DataRecord, _object(text, where), where)
-
-
-def read_predictions(text: bytes | str, where: object) -> Predictions:
-    """Parse the text of predictions.json, or refuse it with a one-line error."""
-    predictions = read(Predictions, _object(text, where), where)
-    if len(predictions.labels) != len(predictions.classes):
-        raise BadInput(f"{where}: classes should have as many values as labels")
-    return predictions
 
 
 def read_event(line: bytes | str, where: object) -> Event | None:
@@ -584,13 +591,6 @@ def read_event(line: bytes | str, where: object) -> Event | None:
     if not isinstance(kind, str) or kind not in EVENTS:
         raise BadInput(f"{where}: kind should be one of {', '.join(EVENTS)}, but is {kind!r:.60}")
     return read(EVENTS[kind], values, where)
-
-
-def _object(text: bytes | str, where: object) -> dict[str, Any]:
-    values = parse(text)
-    if values is None:
-        raise BadInput(f"{where} is not a JSON object")
-    return values
 
 
 def _check_schema(values: Mapping[str, Any], where: object) -> None:

@@ -45,6 +45,7 @@ from frostlab.timing.clock import Meter, Stopwatch, WallClock
 from frostlab.training.distributed import Compute, process_group
 from frostlab.training.loop import Stopped, epochs_done, interruptions, measure, train
 from frostlab.training.progress import Display, choose_screen
+from frostlab.training.samples import write_samples
 from frostlab.training.setup import (
     Assembly,
     assemble,
@@ -428,6 +429,7 @@ def _report(context: RunContext, progress: Progress) -> Report:
                              epoch=epochs_done(context, progress),
                              seconds=round(time.perf_counter() - began, 4),
                              total_seconds=round(progress.seconds["total"], 4))  # fmt: skip
+    write_samples(context, best, progress.step)
     return metrics, scores
 
 

@@ -13,6 +13,7 @@ from frostlab import __version__
 from frostlab.data.encode import columns_of
 from frostlab.errors import BadInput, require
 from frostlab.models.huggingface import is_own
+from frostlab.models.sampling import position_limit
 from frostlab.recipe.recipe import shorten_paths
 from frostlab.records.folder import RunRecord, finished_status
 from frostlab.records.model_files import read_inputs, stored_tokenizer
@@ -21,7 +22,6 @@ from frostlab.surgery.save import HEAD, check_exportable, write_checkpoint
 from frostlab.text import Markdown, escaped, markdown, number, plain
 from frostlab.training.setup import best_model
 from frostlab.training.treatment import wants_types
-from frostlab.use.generate import position_limit
 from frostlab.use.predict import text_data
 
 CARD = "README.md"

@@ -11,13 +11,14 @@ from torch import nn
 from frostlab.devices import choose_device
 from frostlab.errors import BadInput, nearest, require
 from frostlab.flow.measurements import load_flow
+from frostlab.models.sampling import Sample, Sampling
 from frostlab.records.folder import RunRecord, finished_status
 from frostlab.records.model_files import stored_tokenizer
 from frostlab.records.schema import EvaluationEvent, StepEvent
 from frostlab.training.run import run as train_recipe
 from frostlab.training.setup import best_model
 from frostlab.use.export import export_run
-from frostlab.use.generate import Sample, Sampling, check_generates, generate
+from frostlab.use.generate import check_generates, generate
 from frostlab.use.predict import Envelopes, Predictions, Predictor, predict
 from frostlab.use.scoring import Evaluation, evaluate_run
 

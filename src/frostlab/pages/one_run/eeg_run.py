@@ -1,6 +1,7 @@
 """The parts of a run's report that only EEG runs have: r by subject, traces, electrodes."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +81,78 @@ def _subjects(folder: Path, records: Records) -> list[Block]:
     return shown
 
 
-def _traces(folder: Path, records: Records) -> list[Block]:
-    """Draw the envelope that was decoded from each split's first recording, and the heard one."""
+def of_arms(folder: Path, runs: Mapping[str, str]) -> list[Figure]:
+    """Draw r by subject and decoded envelopes, of one run of each arm, and the electrodes it reads.
+
+    `runs` are the runs' folders by arm, relative to the comparison's folder. A run whose files
+    cannot be read is left out.
+    """
+    scores, envelopes, maps = {}, {}, []
+    for arm, run in runs.items():
+        try:
+            place = path_inside(folder, run)
+            scores[arm] = read_scores(place)
+            envelopes[arm], heard = _envelopes(place)
+            for figure in _electrodes(place, Records(place))[:1]:
+                maps.append(replace(
+                    figure, name=f"electrodes-{_name(arm)}", files=(f"{run}/result.json",),
+                    title=f"Electrodes that {short(plain(arm), 60)} reads",
+                ))  # fmt: skip
+        except BadInput:
+            continue
+    shown: list[Figure] = []
+    files = tuple(f"{runs[arm]}/{SCORES}" for arm in scores)
+    for split in dict.fromkeys(split for own in scores.values() for split in own):
+        meaning = plain(SPLITS.get(split, split))
+        # the first decoder of a run is its model; the others are the same in every run
+        decoders = {arm: next(iter(own[split].values())) for arm, own in scores.items()
+                    if split in own}  # fmt: skip
+        others = next(own[split] for own in scores.values() if split in own)
+        decoders |= dict(list(others.items())[1:])
+        caption = (
+            "Pearson's r of each subject in the first run of each arm. The grey bars are the range "
+            "by chance, in which nine of ten correlations of the first arm with mismatched "
+            "envelopes lie."
+        )
+        if points := subject_rows(decoders):
+            shown.append(Figure(f"subjects-{_name(split)}", f"r by subject: {meaning}",
+                                draw_subjects(points), caption, points, files))  # fmt: skip
+        name = next(iter(others.values())).recordings[0].name
+        rate = next(iter(others.values())).settings.rate
+        signals = {arm: own[name] for arm, own in envelopes.items() if name in own}
+        if signals and name in heard:
+            rows = _excerpt(signals | {"heard": heard[name]}, rate)
+            caption = (
+                f"{plain(name)}, {meaning}: the envelope of the heard speech, and what the first "
+                "run of each arm decoded, with mean zero and variance one, in the middle of the "
+                "recording."
+            )
+            shown.append(Figure(f"trace-{_name(split)}", f"Decoded envelopes: {meaning}",
+                                draw_excerpt(rows), caption, rows, files))  # fmt: skip
+    return [*shown, *maps]
+
+
+def _envelopes(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the decoded and the heard envelopes by recording; empty without a file."""
     from frostlab.data.arrays import read_npz
 
-    if not (folder / DECODED).exists():
+    decoded, heard = (read_npz(path) if (path := folder / name).exists() else {}
+                      for name in (DECODED, HEARD))  # fmt: skip
+    return decoded, heard
+
+
+def _excerpt(signals: Mapping[str, Any], rate: float) -> list[dict[str, Any]]:
+    """Return the rows of the middle of signals."""
+    length = min(map(len, signals.values())) / rate
+    start = max(0.0, (length - _SECONDS) / 2)
+    return excerpt_rows(signals, rate, start=start, seconds=min(_SECONDS, length))
+
+
+def _traces(folder: Path, records: Records) -> list[Block]:
+    """Draw the envelope that was decoded from each split's first recording, and the heard one."""
+    decoded, heard = _envelopes(folder)
+    if not decoded:
         return []
-    decoded = read_npz(folder / DECODED)
-    heard = read_npz(folder / HEARD) if (folder / HEARD).exists() else {}
     shown: list[Block] = []
     for split, decoders in (records.value(SCORES, "splits") or {}).items():
         scores: Mapping[str, Any] = next(iter(decoders.values()))
@@ -97,9 +162,7 @@ def _traces(folder: Path, records: Records) -> list[Block]:
             raise BadInput(f"{folder / DECODED} has no envelope of {plain(name)}")
         signals = {"heard": heard[name]} if name in heard else {}
         signals["decoded"] = decoded[name]
-        length = min(map(len, signals.values())) / rate
-        start = max(0.0, (length - _SECONDS) / 2)
-        rows = excerpt_rows(signals, rate, start=start, seconds=min(_SECONDS, length))
+        rows = _excerpt(signals, rate)
         caption = (
             f"{plain(name)}, {plain(SPLITS.get(split, split))}: the envelope that the model "
             "decoded" + (" and the envelope of the heard speech" if "heard" in signals else "")
@@ -111,24 +174,15 @@ def _traces(folder: Path, records: Records) -> list[Block]:
     return shown
 
 
-def _electrodes(folder: Path, records: Records) -> list[Block]:
+def _electrodes(folder: Path, records: Records) -> list[Figure]:
     """Draw how strongly the first layer reads each electrode, and its strongest filters."""
-    from safetensors import SafetensorError, safe_open
-
     checkpoint = records.value("result.json", "checkpoint")
     names = records.value("model/inputs.json", "channels")
     if not checkpoint or not names:
         return []
-    path = path_inside(folder, str(checkpoint), "model.safetensors")
-    if not path.is_file():
+    weights, path = _first_layer(folder, str(checkpoint))
+    if weights is None:
         return []
-    try:
-        with safe_open(path, framework="numpy") as file:
-            if _CONVOLUTION not in file.keys():  # noqa: SIM118  (not a mapping)
-                return []
-            weights = file.get_tensor(_CONVOLUTION)
-    except (SafetensorError, OSError, TypeError, ValueError) as error:
-        raise BadInput(f"{path} cannot be read ({first_line(error)})") from None
     if weights.ndim != 3 or weights.shape[1] != len(names):
         raise BadInput(f"{path}: {_CONVOLUTION} does not fit {len(names)} channels")
     norms = (weights.astype("float64") ** 2).sum((0, 2)) ** 0.5
@@ -141,9 +195,7 @@ def _electrodes(folder: Path, records: Records) -> list[Block]:
     )
     caption += f" {reason}" if reason else " Seen from above, nose up; the ten largest are named."
     rows = channel_rows(norms, names)
-    shown: list[Block] = [
-        Figure("electrodes", "Electrodes", chart, caption, rows, (f"{checkpoint}",))
-    ]
+    shown = [Figure("electrodes", "Electrodes", chart, caption, rows, (f"{checkpoint}",))]
     rate = float(records.value("recipe.yaml", "data", "rate") or 64.0)
     kernels = kernel_rows(weights, rate, first=-(weights.shape[-1] // 2))
     shown.append(Figure(
@@ -152,6 +204,27 @@ def _electrodes(folder: Path, records: Records) -> list[Block]:
         kernels, (f"{checkpoint}",),
     ))  # fmt: skip
     return shown
+
+
+def _first_layer(folder: Path, checkpoint: str) -> tuple[Any, Path]:
+    """Return the first convolution's weights and their file; None if no file has them.
+
+    Frozen weights are in a folder of their own.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    own = path_inside(folder, checkpoint, "model.safetensors")
+    stored = sorted((folder / "checkpoints").glob("frozen-*/frozen.safetensors"))
+    for path in (own, *stored):
+        if not path.is_file():
+            continue
+        try:
+            with safe_open(path, framework="numpy") as file:
+                if _CONVOLUTION in file.keys():  # noqa: SIM118  (not a mapping)
+                    return file.get_tensor(_CONVOLUTION), path
+        except (SafetensorError, OSError, TypeError, ValueError) as error:
+            raise BadInput(f"{path} cannot be read ({first_line(error)})") from None
+    return None, own
 
 
 def _name(text: str) -> str:

@@ -20,6 +20,7 @@ from frostlab.pages.content import (
     item,
     words,
 )
+from frostlab.pages.generated import generated_texts
 from frostlab.pages.one_run import eeg_run, run_facts, run_figures
 from frostlab.pages.one_run.run_facts import CLASSES, DATA, RECIPE, OneRun
 from frostlab.recipe.settings import LOWER_IS_BETTER
@@ -202,7 +203,7 @@ def _results(run: OneRun) -> list[Block]:
 
 def _confusion(run: OneRun) -> Figure | None:
     """Draw the classes that were predicted for the examples of each class."""
-    labels, predicted = (run.value(key, file="predictions.json") for key in ("labels", "predicted"))
+    labels, predicted = (run.value(key, file="predictions.json") for key in ("labels", "classes"))
     names = run.value("labels", file=DATA)
     if not labels or not predicted or not names or len(names) > CLASSES:
         return None
@@ -413,13 +414,16 @@ def _flow(run: OneRun) -> list[Block]:
     for number, (stage, flow) in enumerate(flows.items(), 1):
         suffix = f"-{number}" if len(flows) > 1 else ""
         where = f" in stage {short(plain(stage), 40)}" if len(flows) > 1 else ""
-        rows = tuple(
+        rows = [
             (finding.word, _names(finding.parts, 6),
              "" if finding.word in (LEARNING, FROZEN) else plain(finding.hint))
             for finding in findings_of(flow)
-        )  # fmt: skip
-        blocks.append(Table(f"flow-verdicts{suffix}", f"Verdicts on the parts{where}",
-                            ("verdict", "parts", "what to try"), rows))  # fmt: skip
+        ]  # fmt: skip
+        columns = 3 if any(hint for _, _, hint in rows) else 2
+        blocks.append(Table(
+            f"flow-verdicts{suffix}", f"Verdicts on the parts{where}",
+            ("verdict", "parts", "what to try")[:columns], tuple(row[:columns] for row in rows),
+        ))  # fmt: skip
         for quantity, (chart, cells) in heat_charts(flow, 460).items():
             title = TITLES[quantity].capitalize()
             blocks.append(Figure(f"flow-{quantity}{suffix}", f"{title}{where}", chart,
@@ -462,10 +466,15 @@ def _eeg(run: OneRun) -> list[Block]:
     return eeg_run.blocks(run.folder, run.records, run.problems)
 
 
+def _samples(run: OneRun) -> list[Block]:
+    return generated_texts(run.records, [("", "")], run.problems)
+
+
 SECTIONS: tuple[tuple[str, str, Callable[[OneRun], list[Block]]], ...] = (
     ("results", "Results", _results),
     ("stages", "Stages", _stages),
     ("eeg", "Decoded speech", _eeg),
+    ("samples", "Generated texts", _samples),
     ("curves", "Curves", _curves),
     ("times", "Times", _times),
     ("flow", "Gradient flow", _flow),

@@ -29,6 +29,7 @@ class Several:
     groups: dict[str, GroupSummary]  # summaries by the group's path from the reported folder
     problems: tuple[str, ...]
     records: Records
+    language: str = "en"
     means: Means = field(init=False)
 
     def __post_init__(self) -> None:

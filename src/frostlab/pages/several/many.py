@@ -43,7 +43,9 @@ _ITEMS = 12  # effects that the first screen lists
 def document(folder: Path, language: str) -> Document:
     """Return the report of several comparisons."""
     groups, problems = read_groups(folder)
-    several = Several(folder, read_members(folder), groups, tuple(problems), Records(folder))
+    several = Several(
+        folder, read_members(folder), groups, tuple(problems), Records(folder), language
+    )
     sections = []
     for name, title, make in SECTIONS:
         if blocks := make(several):
@@ -80,7 +82,8 @@ def _first_screen(several: Several) -> list[Block]:
             ", the mean over ",
             several.records.cell(MEANS, "means", number, "comparisons", format="length"),
             " comparisons; verdicts: ",
-            several.records.cell(MEANS, "means", number, "verdicts", format="verdict counts"), ".",
+            several.records.cell(MEANS, "means", number, "verdicts",
+                                 format=f"verdict counts in {several.language}"), ".",
             alarm=bool(mean.shortcomings),
         ))  # fmt: skip
     if not means:
@@ -88,7 +91,8 @@ def _first_screen(several: Several) -> list[Block]:
                    for arm in evidence.verdicts]  # fmt: skip
         blocks += [
             item(f"{plain(member.name)}, {plain(arm)}: ",
-                 several.cell(member, "verdicts", arm, format="verdict"), ".")
+                 several.cell(member, "verdicts", arm,
+                              format=f"verdict in {several.language}"), ".")
             for member, arm in effects
             if len(effects) <= _ITEMS
         ]  # fmt: skip
@@ -162,7 +166,8 @@ def _verdicts(several: Several) -> list[Block]:
             rows += [
                 (*facts, plain(arm), several.cell(member, "verdicts", arm, "paired",
                                                   format="effect"),
-                 several.cell(member, "verdicts", arm, "word", format="text",
+                 several.cell(member, "verdicts", arm, "word",
+                              format=f"word in {several.language}",
                               alarm=verdict.word not in _JUDGED))
                 for arm, verdict in verdicts.items()
             ]  # fmt: skip
@@ -182,7 +187,8 @@ def _verdict_cell(
     if verdict is None:
         return ""
     alarm = verdict.word not in _JUDGED
-    return several.cell(member, "verdicts", arm, format="verdict", alarm=alarm)
+    shown = f"verdict in {several.language}"
+    return several.cell(member, "verdicts", arm, format=shown, alarm=alarm)
 
 
 def _mean_rows(several: Several, by: By) -> list[tuple[int, Mean]]:
@@ -193,7 +199,7 @@ def _mean_cells(several: Several, number: int) -> tuple[Cell, ...]:
     return tuple(
         several.records.cell(MEANS, "means", number, key, format=style)
         for key, style in (("effect", "effect"), ("retained", "percent"), ("comparisons", "length"),
-                           ("verdicts", "verdict counts"))
+                           ("verdicts", f"verdict counts in {several.language}"))
     )  # fmt: skip
 
 

@@ -24,10 +24,10 @@ from transformers import (
 
 import frostlab as fl
 from cases import slow_unless
+from frostlab.models import sampling as generation
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.models.gpt import GPT, GPTConfig
-from frostlab.use import generate
-from frostlab.use.generate import (
+from frostlab.models.sampling import (
     HuggingFaceReader,
     OwnReader,
     Sampling,
@@ -175,7 +175,7 @@ def test_a_sample_does_not_depend_on_the_batch(name: str, monkeypatch: pytest.Mo
         assert len({sample.tokens for sample in made}) > 1, "samples differ"
     fewer = continue_prompts(model, PROMPTS, replace(sampling, samples=2), ends=ends)
     assert fewer == [made[:2] for made in together]
-    monkeypatch.setattr(generate, "_ROWS", 3)
+    monkeypatch.setattr(generation, "_ROWS", 3)
     assert continue_prompts(model, PROMPTS, sampling, ends=ends) == together
     assert continue_prompts(model, PROMPTS, replace(sampling, seed=8), ends=ends) != together
 
@@ -263,11 +263,11 @@ def test_sorting_only_candidates_changes_no_choice(
     logits = (scale * torch.randn(300, 200).double()).round(decimals=1)
     draws, sampling = torch.rand(300).double(), Sampling(temperature=0.9, top_p=0.9)
     whole = choose(logits, sampling, draws)
-    monkeypatch.setattr(generate, "_CANDIDATES", 40)
+    monkeypatch.setattr(generation, "_CANDIDATES", 40)
     rows = [choose(logits[[n]], sampling, draws[[n]]) for n in range(300)]
     assert torch.equal(torch.cat(rows), whole)
     assert torch.equal(choose(logits, sampling, draws), whole)
-    sizes = {generate._rank(row[None].softmax(-1), 0.9)[0].shape[1] for row in logits}
+    sizes = {generation._rank(row[None].softmax(-1), 0.9)[0].shape[1] for row in logits}
     assert sizes == ({200} if scale == 0.5 else {40, 200} if scale == 3.0 else {40})
 
 

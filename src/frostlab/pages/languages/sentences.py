@@ -1,53 +1,33 @@
-"""Verdicts and the words of the first screen in Chinese and Japanese.
+"""The sentences of verdicts in Chinese and Japanese, and a whole report in these languages.
 
 A verdict's sentence is made from the verdict's word and numbers, not translated from the English
-sentence. Every number in it is a cell of its record. Reasons that a record holds as English text
-are shown as they are.
+sentence. Every number in it is a cell of its record. A reason that a record holds as English text
+is translated if `phrases` knows it; otherwise the sentence refers to the record.
 """
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 from frostlab.comparison.evidence import ArmVerdict, TimedArm
-from frostlab.comparison.plan import Rules
+from frostlab.comparison.plan import AFTER_THE_FACT, Rules
 from frostlab.comparison.verdict import Word
-from frostlab.pages.content import Cell
+from frostlab.pages.content import Block, Cell, Document, Figure, Paragraph, Section
+from frostlab.pages.languages.phrases import translated
 from frostlab.text import plain
 
+_SMALL = "smaller than the smallest effect of interest"  # part of an English sentence
 Pieces = list[str | Cell]
 Source = Callable[..., Cell]  # makes the cell of a value of evidence.json from its keys
 
-WORDS: dict[str, dict[Word, str]] = {
-    "zh": {
-        "better": "更好",
-        "worse": "更差",
-        "no difference found": "未发现差异",
-        "identical": "完全相同",
-        "at chance": "处于随机水平",
-        "did not finish": "未完成",
-        "too few seeds": "种子太少",
-        "confounded": "存在混杂",
-        "unproven": "未经证实",
-    },
-    "ja": {
-        "better": "優れている",
-        "worse": "劣っている",
-        "no difference found": "差は認められない",
-        "identical": "完全に同一",
-        "at chance": "偶然の水準",
-        "did not finish": "未完了",
-        "too few seeds": "シード不足",
-        "confounded": "交絡あり",
-        "unproven": "未実証",
-    },
-}
-LANGUAGES = ("en", *WORDS)
 _SENTENCES: dict[str, dict[Word, str]] = {
     "zh": {
-        "better": "{metric}：{arm} 优于 {baseline}。{numbers}{missing}{together}{skewed}。",
-        "worse": "{metric}：{arm} 劣于 {baseline}。{numbers}{missing}{together}{skewed}。",
+        "better": "{metric}：{arm} 优于 {baseline}。{numbers}{missing}{small}"
+        "{together}{skewed}{chosen}。",
+        "worse": "{metric}：{arm} 劣于 {baseline}。{numbers}{missing}{small}"
+        "{together}{skewed}{chosen}。",
         "no difference found": "{metric}：未发现 {arm} 与 {baseline} 有差异。{numbers}{missing}"
-        "{costs}{power}{together}。",
+        "{costs}{power}{together}{chosen}。",
         "identical": "{arm} 与 {baseline} 完全相同：每个种子训练结束时权重都一致，"
         "可见两者的差别没有产生任何作用。{numbers}。",
         "at chance": "{metric}：{arm} 与 {baseline} 均处于随机水平，没有证据表明其中任何一个"
@@ -58,16 +38,16 @@ _SENTENCES: dict[str, dict[Word, str]] = {
         "{numbers}{missing}。",
         "confounded": "{metric}：{arm} 与 {baseline} 的比较存在混杂{confounds}，差异不能归因于所"
         "比较的因素。{numbers}{missing}。",
-        "unproven": "{metric}：{arm} 与 {baseline} 之间的差异未经证实。{numbers}{missing}。"
-        "原因见英文原句：{sentence}",
+        "unproven": "{metric}：{arm} 与 {baseline} 之间的差异未经证实（{reason}）。{numbers}"
+        "{missing}。",
     },
     "ja": {
-        "better": "{metric}：{arm} は {baseline} より優れている。{numbers}{missing}{together}"
-        "{skewed}。",
-        "worse": "{metric}：{arm} は {baseline} より劣っている。{numbers}{missing}{together}"
-        "{skewed}。",
+        "better": "{metric}：{arm} は {baseline} より優れている。{numbers}{missing}{small}"
+        "{together}{skewed}{chosen}。",
+        "worse": "{metric}：{arm} は {baseline} より劣っている。{numbers}{missing}{small}"
+        "{together}{skewed}{chosen}。",
         "no difference found": "{metric}：{arm} と {baseline} の間に差は認められない。{numbers}"
-        "{missing}{costs}{power}{together}。",
+        "{missing}{costs}{power}{together}{chosen}。",
         "identical": "{arm} と {baseline} は完全に同一である。どのシードでも学習後の重みが"
         "一致しており、両者の違いは何の効果も及ぼさなかった。{numbers}。",
         "at chance": "{metric}：{arm} も {baseline} も偶然の水準にあり、いずれも何かを学習したとは"
@@ -78,8 +58,8 @@ _SENTENCES: dict[str, dict[Word, str]] = {
         "判定できない。{numbers}{missing}。",
         "confounded": "{metric}：{arm} と {baseline} の比較には交絡があり{confounds}、差を比較対象"
         "の要因に帰すことはできない。{numbers}{missing}。",
-        "unproven": "{metric}：{arm} と {baseline} の差は実証されていない。{numbers}{missing}。"
-        "理由は英語の原文を参照：{sentence}",
+        "unproven": "{metric}：{arm} と {baseline} の差は実証されていない（{reason}）。{numbers}"
+        "{missing}。",
     },
 }
 # Parts of the sentences, by name; a part begins with the punctuation that separates it.
@@ -95,6 +75,9 @@ _PARTS: dict[str, dict[str, str]] = {
         "together": "；{factors} 同时不同，不能断定其中任何一个单独是原因",
         "skewed": "；差值的分布向零的另一侧拖有长尾（偏度 {skewness}），少见的一次运行就可能推翻"
         "这一结论",
+        "small": "；小于所关注的最小效应（{size}）",
+        "chosen": "；这些运行是事后选定的",
+        "untuned": "；未曾为各组调参",
         "confounds": "（两者在 {factors} 上也不同）",
         "excluded": "；可以排除超过容许界限（{limit}）的损失",
         "not excluded": "；不能排除高达 {largest} 的损失（容许界限：{limit}）",
@@ -121,6 +104,9 @@ _PARTS: dict[str, dict[str, str]] = {
         "together": "。{factors} が同時に異なるため、そのいずれか一つが原因であるとは言えない",
         "skewed": "。差の分布はゼロの反対側に長い裾をもち（歪度 {skewness}）、まれな一回の実行で"
         "結論が覆ることもありうる",
+        "small": "。関心のある最小の効果（{size}）より小さい",
+        "chosen": "。実行は事後に選ばれた",
+        "untuned": "。群ごとの調整は行われていない",
         "confounds": "（{factors} も異なる）",
         "excluded": "。許容限界（{limit}）を超える損失は排除できる",
         "not excluded": "。最大 {largest} の損失は排除できない（許容限界：{limit}）",
@@ -136,57 +122,6 @@ _PARTS: dict[str, dict[str, str]] = {
         "ceiling": "、演算量の削減から見込める下限は {ceiling}",
     },
 }
-# Fixed texts of a comparison's page, by their English form.
-PHRASES: dict[str, dict[str, str]] = {
-    "Caution: ": {"zh": "注意：", "ja": "注意："},
-    "A quick comparison with short runs: it shows no more than whether a full one is worthwhile.": {
-        "zh": "这是用短时运行做的快速比较，只能说明是否值得做完整的比较。",
-        "ja": "短い実行による簡易比較であり、本格的な比較を行う価値があるかどうかしか示さない。",
-    },
-    "The runs were chosen after they had ended, so the statements hold only if nobody knew their "
-    "results.": {
-        "zh": "这些运行是在结束之后才选入比较的，因此只有在选择者不知道结果时，结论才成立。",
-        "ja": "実行は終了後に選ばれたため、選んだ人が結果を知らなかった場合に限り結論は成り立つ。",
-    },
-    "The times of steps are unproven: ": {
-        "zh": "单步耗时未经证实：",
-        "ja": "ステップ時間は実証されていない：",
-    },
-    "Difference from the baseline, seed by seed": {
-        "zh": "各种子与基线之差",
-        "ja": "シードごとのベースラインとの差",
-    },
-    "What does {arms} change, compared with {baseline}, on {metric}?": {
-        "zh": "与 {baseline} 相比，{arms} 会使 {metric} 发生什么变化？",
-        "ja": "{baseline} と比べて、{arms} は {metric} をどう変えるか。",
-    },
-    " or ": {"zh": " 或 ", "ja": " または "},
-    "light or dark": {"zh": "浅色／深色", "ja": "ライト／ダーク"},
-    "Verdicts": {"zh": "结论", "ja": "判定"},
-    "The questions": {"zh": "研究问题", "ja": "研究の問い"},
-    "The arms": {"zh": "各组", "ja": "各群"},
-    "Performance": {"zh": "性能", "ja": "性能"},
-    "Training curves": {"zh": "训练曲线", "ja": "学習曲線"},
-    "Time": {"zh": "时间", "ja": "時間"},
-    "Convergence": {"zh": "收敛", "ja": "収束"},
-    "Tuning": {"zh": "调参", "ja": "チューニング"},
-    "Stages": {"zh": "训练阶段", "ja": "学習の段階"},
-    "Subjects": {"zh": "受试者", "ja": "被験者"},
-    "Gradient flow": {"zh": "梯度流", "ja": "勾配の流れ"},
-    "Parameters and memory": {"zh": "参数与内存", "ja": "パラメータとメモリ"},
-    "What differs between the arms": {"zh": "各组之间的差别", "ja": "群間の違い"},
-    "Data": {"zh": "数据", "ja": "データ"},
-    "Environment": {"zh": "运行环境", "ja": "実行環境"},
-    "The rules fixed beforehand": {"zh": "事先确定的规则", "ja": "事前に定めた規則"},
-    "Every run": {"zh": "全部运行", "ja": "すべての実行"},
-    "Notes and tags": {"zh": "备注与标签", "ja": "メモとタグ"},
-    "Methods": {"zh": "方法", "ja": "方法"},
-}
-
-
-def translated(text: str, language: str) -> str:
-    """Return a fixed text in a language; the English text if it has no translation."""
-    return PHRASES.get(text, {}).get(language, text)
 
 
 def verdict_pieces(
@@ -233,7 +168,19 @@ def verdict_pieces(
         )
         if seen is not None
         else [],
-        "sentence": [cell(*keys, "sentence", format="text")],
+        "small": _filled(
+            parts["small"],
+            size=[cell("plan", "rules", "minimum_effect",
+                       format="percent of a ratio" if rules.log else "short number")],
+        )
+        if _SMALL in verdict.sentence
+        else [],
+        "chosen": [
+            parts[part]
+            for part, mark in (("chosen", AFTER_THE_FACT), ("untuned", "untuned"))
+            if any(note.startswith(f"{mark}: ") for note in verdict.notes)
+        ],
+        "reason": [cell(*keys, "sentence", format=f"reason in {language}")],
     }  # fmt: skip
     return _filled(_SENTENCES[language][verdict.word], **values)
 
@@ -294,3 +241,35 @@ def _filled(template: str, **values: Pieces) -> Pieces:
     for number, text in enumerate(re.split(r"\{(\w+)\}", template)):
         pieces += values[text] if number % 2 else [text] if text else []
     return pieces
+
+
+def in_its_language(document: Document) -> Document:
+    """Return a report with its fixed texts in its language, as far as they have a translation."""
+    language = document.language
+    if language == "en":
+        return document
+    return replace(
+        document,
+        first=tuple(_block(block, language) for block in document.first),
+        sections=tuple(_section(section, language) for section in document.sections),
+        record=tuple(_section(section, language) for section in document.record),
+    )
+
+
+def _section(section: Section, language: str) -> Section:
+    blocks = tuple(_block(block, language) for block in section.blocks)
+    return replace(section, title=translated(section.title, language), blocks=blocks)
+
+
+def _block(block: Block, language: str) -> Block:
+    if isinstance(block, Paragraph):
+        pieces = tuple(_piece(piece, language) for piece in block.pieces)
+        return replace(block, pieces=pieces, lead=_piece(block.lead, language))
+    if isinstance(block, Figure):
+        title, caption = (translated(text, language) for text in (block.title, block.caption))
+        return replace(block, title=title, caption=caption)
+    return block
+
+
+def _piece(piece: str | Cell, language: str) -> str | Cell:
+    return translated(piece, language) if isinstance(piece, str) else piece

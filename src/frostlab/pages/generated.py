@@ -1,0 +1,62 @@
+"""Texts that language models generated at the end of their runs, as a table of a report."""
+
+from collections.abc import Iterable, Sequence
+
+from frostlab.errors import BadInput
+from frostlab.pages.content import Block, Cell, Records, Table, words
+from frostlab.records.schema import Samples
+from frostlab.storage import path_inside, read_bytes
+from frostlab.text import plain
+from frostlab.typed import read_object
+
+SAMPLES = "samples.json"
+
+
+def generated_texts(
+    records: Records, runs: Iterable[tuple[str, str]], problems: list[str] | None = None
+) -> list[Block]:
+    """Return the samples of runs, prompt by prompt; none if no run has any.
+
+    `runs` are names to show, with the folder of each run relative to the reported folder. With a
+    single name, which is empty, the table has no column for it. A file that cannot be read becomes
+    one of the `problems`, or is left out.
+    """
+    by_prompt: dict[str, list[tuple[str | Cell, ...]]] = {}
+    first, named = "", False
+    for name, folder in runs:
+        file = f"{folder}/{SAMPLES}".lstrip("/")
+        try:
+            path = path_inside(records.folder, file)
+            read = read_object(Samples, read_bytes(path), file)
+        except FileNotFoundError:
+            continue
+        except BadInput as error:
+            if problems is not None:
+                problems.append(plain(str(error)))
+            continue
+        first, named = first or file, named or bool(name)
+        for number, sample in enumerate(read.samples):
+            prompt, text, ended = (records.cell(file, "samples", number, key, format="lines")
+                                   for key in ("prompt", "text", "ended"))  # fmt: skip
+            begun = prompt if sample.prompt else "(a new text)"
+            row = (begun, plain(name), text, ended) if name else (begun, text, ended)
+            by_prompt.setdefault(sample.prompt, []).append(row)
+    if not by_prompt:
+        return []
+    rows = [row for found in by_prompt.values() for row in found]
+    head = ("prompt", *(["arm"] if named else []), "generated text", "ended")
+    settings: Sequence[str | Cell] = (
+        "The reported weights continue the first texts of the reporting split, and begin a new "
+        "text. Each next token is drawn at temperature ",
+        records.cell(first, "temperature"),
+        " from the most probable tokens with together ",
+        records.cell(first, "top_p", format="percent of a ratio"),
+        " of the probability, up to ",
+        records.cell(first, "max_tokens", format="count"),
+        " tokens, always with the same random numbers.",
+    )
+    note = (
+        "A text ended at its own end (end), after the most tokens (length), or at the model's last "
+        "position (positions). A few texts show the manner of a model, not how good it is."
+    )
+    return [words(*settings), Table("samples", "Texts by prompt", head, tuple(rows), note)]

@@ -1,0 +1,1 @@
+"""Chinese and Japanese: the sentences of verdicts, and the fixed texts of pages."""
