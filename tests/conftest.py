@@ -24,8 +24,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Set up the libraries, unless this process only hands the tests to workers."""
     if config.getoption("numprocesses", None):
         return
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        from forked import fork_server
+    if "PYTEST_XDIST_WORKER" in os.environ and not os.path.exists("/dev/nvidiactl"):
+        from forked import (
+            fork_server,
+        )  # CUDA does not work in a fork of a process that asked for it
 
         fork_server()
     import torch

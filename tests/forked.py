@@ -70,7 +70,8 @@ def fork_server() -> None:
         for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
             warnings.simplefilter("ignore", kind)
         for module in PRELOAD:
-            importlib.import_module(module)
+            with contextlib.suppress(ImportError):  # of an extra that is not installed
+                importlib.import_module(module)
         util.spawnv_passfds = fork
         try:
             forkserver.ensure_running()

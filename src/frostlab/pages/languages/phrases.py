@@ -89,7 +89,7 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
     ("Looked at too often: ", "查看结果的次数过多：", "結果を見る回数が多すぎた："),
     (", seed ", "，种子 ", "、シード "),
     (", is not paired: ", " 未能配对：", " は対にできない："),
-    ("Further doubts are listed under Verdicts and under What differs.",
+    ("Further doubts are listed under “Verdicts” and “What differs between the arms”.",
      "其余疑点列于“结论”和“各组之间的差别”之下。",
      "その他の疑問点は「判定」と「群間の違い」に記す。"),
     # Beside the verdicts
@@ -305,7 +305,7 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
      "每个点是一个种子下某组与基线之比，虚线表示没有差异。",
      "各点は一つのシードでの群とベースラインの比、破線は差がないことを表す。"),
     ("The line above the dots is the interval of the verdict, with the effect marked; an arrow "
-     "means that it goes on.",
+     "means that the interval goes on beyond the axis.",
      "点上方的线是结论的区间，其上标出效应；箭头表示区间延伸到图外。",
      "点の上の線は判定の区間で、効果に印がある。矢印は区間が図の外に続くことを表す。"),
     ("A true effect inside the grey bar would be missed in more than 2 of 10 such comparisons.",
@@ -354,9 +354,10 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
      "baseline.",
      "灰带是 A/A 对照：基线的一个副本与基线相比的区间。",
      "灰色の帯は A/A 対照、すなわちベースラインの複製とベースラインの比の区間。"),
-    ("An effect of its size shows nothing.", "这样大小的效应不能说明什么。",
-     "その大きさの効果は何も示さない。"),
-    ("The red mark is the ceiling: the FLOPs that the treatment saves explain no smaller ratio.",
+    ("An effect inside it shows nothing.", "落在其内的效应不能说明什么。",
+     "その中にある効果は何も示さない。"),
+    ("The red mark is the ceiling: the smallest ratio that the FLOPs saved by the treatment "
+     "explain.",
      "红色标记是上限：该处理节省的浮点运算量不能解释更小的比值。",
      "赤い印は上限で、処理が省く演算量ではこれより小さい比を説明できない。"),
     ("These times are unproven.", "这些耗时未经证实。", "これらの時間は実証されていない。"),
