@@ -25,9 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
         return
     if "PYTEST_XDIST_WORKER" in os.environ and not os.path.exists("/dev/nvidiactl"):
-        from forked import (
-            fork_server,
-        )  # CUDA does not work in a fork of a process that asked for it
+        # not beside a GPU: CUDA does not work in a fork of a process that has asked for it
+        from forked import fork_server
 
         fork_server()
     import torch

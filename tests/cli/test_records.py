@@ -243,7 +243,7 @@ def test_a_comparison_is_shown(
     text = in_this_process("show", "c").stdout
     for part in (
         "tags: paper", "oelm: too few seeds", "page: c/comparison.md", "\narms\n  baseline: ",
-        "2 finished runs", "evidence.json", "the first try", "\n  runs/ ",
+        "2 of 2 runs finished", "evidence.json", "the first try", "\n  runs/ ",
     ):  # fmt: skip
         assert part in text
     found = json.loads(in_this_process("show", "c", "--json").stdout)
