@@ -115,7 +115,7 @@ class TimedArm:
         self.model = current.model
         current.objective.train()
         self.feed = make_feed(current, recipe, prepared, task, compute)
-        self.step = make_step(current, recipe, prepared, task, compute)
+        self.step = make_step(current, recipe, prepared, task, compute, self.feed)
         self.order = self.feed.order(0)[:MOST_BATCHES] if order is None else order
         self.scored = [self.feed.examples.scored(rows) for rows in self.order]
         if order is None or self.step.kind != "eager":

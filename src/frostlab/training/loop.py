@@ -114,7 +114,7 @@ def _train_stage(
         _record_prefix(context, progress)
     with clock.setup():
         watches_inside = recipe.watch is not None and recipe.watch.inside
-        step_once = make_step(*arguments, watches_inside=watches_inside)
+        step_once = make_step(*arguments, feed, watches_inside=watches_inside)
         if state:  # at the beginning of a stage, new parameters have no state yet
             restore_optimizer(context.model, step_once.optimizer, state,
                               partly=not progress.stage_step)  # fmt: skip

@@ -5,7 +5,7 @@
                                                       the recipe's treatment and stages
     current  = place_model(built, …)                  the model on its device, with its loss
     feed     = make_feed(current, …)                  the training batches
-    step     = make_step(current, …)                  the step, with its optimizer
+    step     = make_step(current, …, feed)            the step, with its optimizer
 
 A treatment changes, adapts or freezes weights before training. A stage is a sequence of steps that
 train the same weights. Runs, later stages, resumed runs and the timed arms (variants) of
@@ -228,10 +228,11 @@ def make_step(
     prepared: PreparedData,
     task: Task,
     compute: Compute,
+    feed: Feed,
     *,
     watches_inside: bool = False,
 ) -> EagerStep:
-    """Return a stage's step with its optimizer; recipe and device decide the kind of step.
+    """Return a stage's step with its optimizer; recipe, batches and device decide its kind.
 
     `watches_inside`: whether the measurement of gradient flow (norms of gradients and updates)
     also reads activations of the forward pass.
@@ -244,6 +245,7 @@ def make_step(
         compute,
         steps=current.stage.steps,
         tokens=_tokens_per_step(recipe, prepared, compute),
+        shapes=feed.number_of_shapes,
         unused=_has_unused(current, recipe, prepared, task, compute),
         lr_scales=lr_scales(current.model, current.stage, current.index, current.entered),
         watches_inside=watches_inside,

@@ -77,6 +77,11 @@ def test_small_steps_are_not_compiled() -> None:
     small, large = (compile_cost(model, tokens) for tokens in (256, 65536))
     assert not small.pays(100_000)
     assert large.pays(10_000)
+    seven = compile_cost(model, 65536, shapes=7)
+    assert seven.taken == 4 * large.taken
+    steps = round(large.taken / large.saved)
+    assert large.pays(steps)
+    assert not seven.pays(steps)
     assert compile_cost(nn.Linear(2, 2), 256) == compile_cost(nn.Linear(2, 2), None)
 
 

@@ -64,6 +64,13 @@ class Feed:
         widths = least_padding(needed, counts, len(needed), cost / rows_per_part / epochs)
         self.examples = replace(examples, widths=widths)
 
+    @property
+    def number_of_shapes(self) -> int:
+        """Number of shapes that batches are padded to, as far as it is limited; otherwise 1."""
+        if self.shapes is not None:
+            return len(self.shapes.widths)
+        return max(1, len(getattr(self.examples, "widths", ())))
+
     def order(self, epoch: int) -> Order:
         """Return the examples of every step of an epoch."""
         train = self.train

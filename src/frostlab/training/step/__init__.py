@@ -28,6 +28,10 @@ _COMPILE_SECONDS = {"GPT": 4.0, "Decoder": 4.0, "Conformer": 15.0}  # by the mod
 _OTHER_COMPILE_SECONDS = 8.0  # BERT's
 _USUAL_SAVED = 2e-3  # seconds per step, where the size of a step is not known
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+# Compiling is repeated for every shape of batches, in about half the time of the first: with the 7
+# widths of imdb-gpt, setting up and preparing new shapes took 21 s (docs/measurements.md, "A whole
+# run on an H200").
+_FURTHER_SHAPE = 0.5
 _SHARED_BY = 2  # runs that share compiled code at least, such as two arms or two seeds
 
 
@@ -47,13 +51,16 @@ class CompileCost:
         return f"compiling takes about {self.taken:.0f} s to save {steps * self.saved:.2g} s a run"
 
 
-def compile_cost(model: nn.Module, tokens: float | None) -> CompileCost:
+def compile_cost(model: nn.Module, tokens: float | None, shapes: int = 1) -> CompileCost:
     """Estimate the cost of compiling the steps of a model over `tokens` tokens on average.
+
+    `shapes` is the number of shapes of batches.
 
     The estimate depends on the model and its batches alone, not on times or caches of this machine,
     because compiled layers round differently: the same recipe shall give the same numbers.
     """
-    taken = _COMPILE_SECONDS.get(type(model).__name__, _OTHER_COMPILE_SECONDS)
+    first = _COMPILE_SECONDS.get(type(model).__name__, _OTHER_COMPILE_SECONDS)
+    taken = first * (1 + _FURTHER_SHAPE * (shapes - 1))
     widths = [_width(block) for block in blocks(model)]
     if tokens is None or not any(widths):
         return CompileCost(_USUAL_SAVED, taken)
@@ -115,6 +122,7 @@ def build_step(
     *,
     steps: int,
     tokens: float | None = None,
+    shapes: int = 1,
     unused: bool = False,
     lr_scales: Mapping[str, float] | None = None,
     watches_inside: bool = False,
@@ -123,12 +131,13 @@ def build_step(
 
     Args:
         tokens: tokens, or EEG samples, that this process reads per step on average; None: unknown.
+        shapes: number of shapes of batches.
         unused: whether some trainable parameters get no gradient.
         lr_scales: factors of the learning rate by parameter name; the default factor is 1.
         watches_inside: whether the gradient-flow measurement reads activations.
     """
     world = compute.world
-    cost = compile_cost(objective.model, tokens)
+    cost = compile_cost(objective.model, tokens, shapes)
     choice = choose_kind(train.step, compute, steps, cost, watches_inside)
     if choice.compiles:
         keep_compiled_code()
