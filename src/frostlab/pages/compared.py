@@ -189,6 +189,7 @@ def _findings(compared: Compared) -> list[Paragraph]:
             blocks.append(item(*compared.sentence(verdict, "verdicts", name), alarm=True))
             continue
         pieces: list[str | Cell] = [compared.cell("verdicts", name, "word", format="text")]
+        size = "percent of a ratio" if evidence.rules.log else "number"
         if verdict.paired is not None:
             pieces += [f" on {metric}, ",
                        compared.cell("verdicts", name, "paired", format="effect"), " over ",
@@ -198,7 +199,7 @@ def _findings(compared: Compared) -> list[Paragraph]:
             pieces += ["; ", *_cost(compared, name)]
         if verdict.word == "no difference found" and verdict.could_have_seen is not None:
             pieces += ["; a true difference of ",
-                       compared.cell("verdicts", name, "could_have_seen"),
+                       compared.cell("verdicts", name, "could_have_seen", format=size),
                        " would be found in 8 of 10 such comparisons"]  # fmt: skip
         blocks.append(item(*pieces, ".", lead=f"{plain(name)}:"))
     return blocks + [compared.time_of(name) for name in compared.others if evidence.timing]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _EVIDENCE = "evidence.json"
 _ALPHA = 0.05  # error level of the intervals of means, which belong to no verdict
+_SPREAD = 1.5  # tuned perplexities that span more are drawn on a logarithmic scale
 _DECADE = 10.0  # a loss or a perplexity that spans more is drawn on a logarithmic scale
 _SYMBOLS = 16  # most symbols on a line
 _HEAT_ROWS, _HEAT_COLUMNS, _HEAT_ARMS = 24, 24, 8  # of heat maps
@@ -411,7 +412,7 @@ def _response(compared: "Compared", index: int) -> Figure | None:
     rows: list[dict[str, Any]] = [
         {"arm": arm, "value": point.value, "mean": point.mean, "low": point.low,
          "high": point.high, "chosen": point.chosen, "best": setting.best[arm] == point.value,
-         "seeds": f"{point.chosen} of {len(point.scores)}",
+         "seeds": f"{point.chosen}/{len(point.scores)}",
          "mark": f"{point.chosen} of {counted(len(point.scores), 'seeds')}",
          "text": "a run did not finish" if point.mean is None else _with_band(vars(point))}
         for arm in compared.arms
@@ -422,7 +423,7 @@ def _response(compared: "Compared", index: int) -> Figure | None:
         return None
     metric = compared.evidence.rules.metric
     cut_off = figures.cut_off(rows, metric)
-    log_y = compared.evidence.rules.log and min(means) > 0 and max(means) / min(means) > _DECADE
+    log_y = compared.evidence.rules.log and min(means) > 0 and max(means) / min(means) > _SPREAD
     is_rate = setting.key in ("lr", "optim.lr")
     what = "learning rate" if is_rate else plain(setting.key)
     chart = figures.responses(

@@ -155,7 +155,8 @@ def _further_metrics(compared: "Compared") -> list[Block]:
 
 def further_numbers(compared: "Compared") -> list[Block]:
     """Return further numbers about every arm but the baseline, from which no verdict follows."""
-    ends = "ends of a ratio" if compared.evidence.rules.log else "ends"
+    log = compared.evidence.rules.log
+    ends, size = ("ends of a ratio", "percent of a ratio") if log else ("ends", "number")
     rows = []
     for name in compared.others:
         keys = ("verdicts", name)
@@ -163,7 +164,7 @@ def further_numbers(compared: "Compared") -> list[Block]:
             arm_name(compared, name),
             compared.cell(*keys, format="adjusted p"),
             compared.of_arm(name, "vs_baseline", "retained", format="share"),
-            compared.cell(*keys, "could_have_seen"),
+            compared.cell(*keys, "could_have_seen", format=size),
             compared.cell(*keys, "improvement"),
             compared.cell(*keys, "margin", "probability_above", format="probability"),
             compared.cell(*keys, "anytime", format=ends),

@@ -388,7 +388,8 @@ def responses(
     domain = _window_of_means(points, log[1])
     scale = alt.Scale(domain=list(domain), nice=False, type="log" if log[1] else "linear")
     room = alt.Scale(type="log" if log[0] else "linear", padding=28, nice=False, zero=False)
-    ticks = alt.Axis(values=values, format="~g", grid=False, labelOverlap="greedy")
+    form = "~e" if log[0] and values[0] < 1e-3 else "~g"
+    ticks = alt.Axis(values=values, format=form, grid=False, labelOverlap="greedy")
     at_x = alt.X("value:Q", title=x, scale=room, axis=ticks)
 
     def at(field: str) -> Any:
