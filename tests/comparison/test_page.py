@@ -8,7 +8,13 @@ import pytest
 
 import frostlab as fl
 from comparing import LANGUAGE, LAYERS, compare
-from frostlab.comparison.evidence import Answer, TunedSetting, TuningPoint, VariedFact
+from frostlab.comparison.evidence import (
+    Answer,
+    StageSummary,
+    TunedSetting,
+    TuningPoint,
+    VariedFact,
+)
 from frostlab.comparison.measures.show import run_times, step_times
 from frostlab.comparison.page import page, show
 from frostlab.text import NONE
@@ -143,6 +149,23 @@ def test_bars_of_tuning_have_one_scale_for_all_arms(made: fl.Comparison) -> None
     bars = [line.count("▇") for line in lines if "▇" in line]
     assert bars[1] == bars[2] == bars[4] == bars[5]  # equal scores have equal bars
     assert bars[0] < bars[1] < bars[3]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "change"), [(0.5, 0.6, "+20.00%"), (-0.1, 0.1, "+200.00%"), (0.0, 0.1, "")]
+)
+def test_a_stage_that_improved_has_a_positive_change(
+    first: float, last: float, change: str, made: fl.Comparison
+) -> None:
+    evidence = made.evidence
+    stages = tuple(StageSummary(name, "pearson", best, 1.0, 1.0, 5, 9)
+                   for name, best in (("one", first), ("two", last)))  # fmt: skip
+    arm = evidence.arms[evidence.baseline]
+    runs = tuple(replace(run, stages=stages) for run in arm.runs)
+    arms = {**evidence.arms, evidence.baseline: replace(arm, runs=runs)}
+    text = page(replace(evidence, arms=arms)).partition("## Stages")[2]
+    row = next(line for line in text.splitlines() if "| two |" in line)
+    assert row.strip("| ").split("|")[-1].strip() == (change or "1")
 
 
 def test_every_column_of_times_has_a_name(spoken: fl.Comparison) -> None:

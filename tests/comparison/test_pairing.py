@@ -217,7 +217,7 @@ def test_another_order_within_the_first_epoch_is_no_pair(
     monkeypatch.setattr(Feed, "order", swapped)
     fl.run({**SHORT, "treatment": "oelm"}, out=tmp_path / "other")
     reason = why_unpaired_at(tmp_path / "one", tmp_path / "other")
-    assert "the order of examples differs by step 3 (" in (reason or "")
+    assert "the order of examples differs in the first 3 steps (" in (reason or "")
 
 
 def test_runs_of_other_lengths_are_compared_over_the_steps_of_both(tmp_path: Path) -> None:

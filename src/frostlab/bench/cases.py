@@ -175,7 +175,7 @@ def _check_against_trainer(settings: BenchSettings, ours: Feed, theirs: Feed) ->
 
 
 def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
-    """Train GPT as a classifier: the default step on packed batches against eager, padded steps.
+    """Train GPT as a classifier: captured steps on packed batches against eager, padded steps.
 
     Without IMDB, both sides get the same batches of random ids, all of the same length.
     """

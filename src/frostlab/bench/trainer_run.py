@@ -103,7 +103,7 @@ def main(folder: Path) -> None:
     began: list[float] = []
 
     class Began(TrainerCallback):
-        """Notes when the first step begins."""
+        """A callback that notes when training begins."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             began.append(time.time())

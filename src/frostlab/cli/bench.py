@@ -21,7 +21,9 @@ def bench(
     ] = False,
     scale: Annotated[
         Scale,
-        typer.Option(help="full: the sizes that --list describes; small: tiny models."),
+        typer.Option(
+            help="full: the sizes that --list describes; small: far smaller models and batches."
+        ),
     ] = "full",
     rounds: Annotated[
         int | None,

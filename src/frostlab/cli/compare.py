@@ -111,7 +111,8 @@ def compare(
         typer.Option(
             "--allow-confound",
             metavar="KEY",
-            help="Setting that may differ between arms besides the treatment; can be repeated.",
+            help="Setting that may differ between arms besides the treatment; the verdict is then "
+            "confounded. Can be repeated.",
         ),
     ] = None,
     assay: Annotated[
@@ -307,7 +308,7 @@ def judge(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Judge a comparison, or all comparisons of a group, again from their finished runs.
+    """Judge a finished comparison, or all finished ones of a group, again from their runs.
 
     Nothing is trained.
 

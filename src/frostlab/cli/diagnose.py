@@ -83,8 +83,9 @@ def diagnose(
     first layers and the change of their weights. For EEG, diagnose also shows the
     norm of the gradient and, if something is wrong, what the original study advises.
 
-    The exit code is 1 if a part that is not frozen explodes or does not learn, if a
-    frozen part moved, if the run diverged, or if a recipe misses a target.
+    The exit code is 1 if a part that is not frozen explodes, does not learn or moves
+    without a gradient, if a frozen part moved, if the run diverged, or if a recipe
+    misses a target.
     """
     folder = _find_run(source, runs)
     recipe_options = {"--epochs": epochs, "--steps": steps, "--set": settings, "--seed": seed,

@@ -52,7 +52,7 @@ def check(
 def fetch(names: Names, settings: Settings = None, data_dir: DataDir = None) -> None:
     """Download the missing data sets, tokenizers and weights into the Hugging Face cache.
 
-    Later runs read them from there, with HF_HUB_OFFLINE=1 also without a network.
+    Later runs read them from there; with HF_HUB_OFFLINE=1, they need no network.
     """
     from frostlab.data.fetch import fetch as fetch_need
 

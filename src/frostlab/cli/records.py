@@ -326,7 +326,7 @@ def tag(
 ) -> None:
     """Tag a run or a comparison; `runs --where tag=TAG` finds runs, and `clean` keeps tagged ones.
 
-    With its option --keep, `clean` keeps only runs with certain tags.
+    With `clean --keep TAGS`, only these tags keep a run.
     """
     from frostlab.records.annotations import add_tag, remove_tag
 

@@ -1,4 +1,4 @@
-"""The command `report`."""
+"""`frostlab report`: write the report of a run, a comparison or several comparisons."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +19,11 @@ def report(
     ],
     language: Annotated[
         str,
-        typer.Option("--lang", metavar="en|zh|ja", help="Language of the verdicts."),
+        typer.Option(
+            "--lang",
+            metavar="en|zh|ja",
+            help="Language of the verdicts and, for one comparison, of headings and captions.",
+        ),
     ] = "en",
 ) -> None:
     """Write a report: one page that needs no other file, and its figures and tables as files.

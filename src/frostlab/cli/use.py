@@ -295,7 +295,9 @@ def export(
     """Write a run as a Hugging Face folder, which transformers loads without frostlab.
 
     The folder holds the config, the best weights, the tokenizer, the names of the
-    classes, and a model card with the run's data, training and results.
+    classes, and a model card with the run's data, training and results. The head of
+    frostlab's own classifiers is a separate file, and the card has the code that adds
+    it. A run that decodes EEG cannot be exported.
     """
     echo(plain(str(_load(runs, run).export(folder))))
 

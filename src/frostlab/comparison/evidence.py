@@ -28,7 +28,7 @@ from frostlab.text import NONE
 
 SCHEMA = 6  # version of evidence.json
 CONVERGED = ("steps", "epochs", "seconds")  # what a run spent until it reached a target
-# Gradient flow: what reaches the first two layers of the model (measures/gradients.py).
+# Gradient flow in the first two layers of the model (measures/gradients.py).
 QUANTITIES = ("front_ratio", "weight_change", "update")
 # EEG: mean and std of r over seen and over unseen subjects, and the challenge's score.
 SEGMENTS = ("seen", "seen_std", "unseen", "unseen_std", "score")
@@ -90,7 +90,7 @@ class ArmVerdict:
     sentence: str  # the word and its numbers in a sentence
     family: int  # number of compared pairs of arms, whose intervals hold simultaneously
     paired: Effect | None  # None if there is no pair of values
-    could_have_seen: float | None  # smallest effect that is found with a probability of 80 %
+    could_have_seen: float | None  # effect that is found with a probability of at least 80 %
     margin: Limit | None  # None without a margin, two pairs or a finished run of `baseline`
     anytime: tuple[float | None, float | None] | None  # interval valid for any number of analyses
     improvement: float | None  # how often a run of the arm beats one of the other arm
@@ -299,7 +299,7 @@ class Quantity:
     """One quantity of gradient flow or of EEG segments, summarized over an arm's seeds."""
 
     summary: Summary | None  # None if no run has the quantity
-    against: Effect | None  # to the baseline: ratio (flow), difference (EEG); None if unknown
+    against: Effect | None  # ratio (flow) or difference (EEG) to the baseline; None for it
 
 
 @dataclass(frozen=True)
@@ -363,7 +363,7 @@ class TimedArm:
     low: float | None  # ends of the ratio's interval; the intervals of all arms hold together
     high: float | None
     ceiling: float | None  # lower bound on the ratio, by the saved FLOPs; None if unknown
-    limits: dict[str, Any] | None  # FLOPs and Adam's memory traffic; keys in `_all`: the baseline's
+    limits: dict[str, Any] | None  # FLOPs and memory; keys that end in `_all` are the baseline's
     flag: str | None  # likely reason for a gain that is larger than the saved FLOPs allow
     word: Word | None  # verdict on the time; None for the baseline
     sentence: str | None  # the word and its numbers in a sentence
@@ -489,11 +489,11 @@ class Evidence:
     caution: str | None  # a warning about the data or the runs, to show with every number
     data: DataRecord | None  # of the first run; None if it cannot be read
     pairs: int  # number of finished runs that were paired with a finished run of the baseline
-    confounds: dict[str, tuple[str, ...]]  # by arm: other settings that differ from the baseline
+    confounds: dict[str, tuple[str, ...]]  # by arm: settings that differ, but are not compared
     tuning: tuple[TunedSetting, ...]
     arms: dict[str, ArmEvidence]
     refused_pairs: tuple[RefusedPair, ...]
-    partly_compared: tuple[ComparedOrder, ...]  # pairs whose order of examples is partly unknown
+    partly_compared: tuple[ComparedOrder, ...]  # pairs whose examples were compared in part
     varied_facts: tuple[VariedFact, ...]  # about the environment; empty if it is always the same
     verdicts: dict[str, ArmVerdict]  # by arm, on the plan's metric
     secondary: dict[str, dict[str, Effect | None]]  # other metrics, by metric and arm

@@ -185,8 +185,8 @@ class Judged:
 
     The statements are: every arm against the baseline, the plan's contrasts, and the question
     whether orthogonality is needed. A statement is about values (a run's metric) or about gains
-    (how much a run improves from its first stage to its last). A pair of arms that is named twice
-    counts as one statement.
+    (how much a run improves from its first stage to its last). If two arms are compared twice in
+    the same way, this counts as one statement.
     """
 
     def __init__(self, runs: Runs, rules: Rules) -> None:

@@ -199,7 +199,7 @@ def _saving(evidence: Evidence, arm: str) -> str:
     counts = evidence.arms[arm].parameters
     base_counts = evidence.arms[evidence.baseline].parameters
     if counts is None or base_counts is None:
-        return "Not known: an arm has no finished run."
+        return "Not known: an arm has no finished run that can be paired."
     saved = 1 - counts.trainable / base_counts.trainable
     if saved <= 0:
         return f"{arm} trains as many parameters as the baseline, or more: there is no saving."

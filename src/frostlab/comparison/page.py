@@ -372,7 +372,7 @@ def _stage_rows(name: str, runs: Sequence[Sequence[StageSummary]]) -> list[list[
             number(best),
             number(_mean(stage.epoch for stage in stages)),
             number(fmean(stage.seconds for stage in stages)),
-            "" if before is None or best is None else f"{_gain(before, best, first.metric):+.2%}",
+            "" if not before or best is None else f"{_gain(before, best, first.metric):+.2%}",
         ])  # fmt: skip
         before = best
     return rows
@@ -385,7 +385,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 def _gain(before: float, after: float, metric: str) -> float:
     """Return the relative change of a metric, positive if it improved."""
-    change = after / before - 1
+    change = (after - before) / abs(before)  # a correlation may be negative
     return -change if metric in LOWER_IS_BETTER else change
 
 

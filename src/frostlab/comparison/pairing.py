@@ -119,7 +119,7 @@ def _differences(first: PairingFacts, second: PairingFacts, same_model: bool) ->
     for step in sorted(first.orders.keys() & second.orders.keys()):
         a, b = first.orders[step], second.orders[step]
         if a != b:
-            yield f"the order of examples differs by step {step} ({a} and {b})"
+            yield f"the order of examples differs in the first {step} steps ({a} and {b})"
     for key in first.environment | second.environment:
         a, b = (", ".join(facts.environment.get(key, ["none"])) for facts in (first, second))
         if a != b:

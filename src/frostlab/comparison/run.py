@@ -186,13 +186,13 @@ def compare(
         settings: settings of the recipe for every arm, such as `{"optim.lr": 1e-4}`.
         quick: shorten runs and timing and use fewer seeds, to see whether a full comparison is
             worthwhile.
-        scale: tiny or small: every arm with fewer examples, fewer steps and (unless it is
-            pretrained) narrower layers; None: the recipe's scale.
+        scale: tiny, small or full; at tiny and small, every arm has fewer examples, fewer steps and
+            (unless it is pretrained) narrower layers. None: the recipe's scale.
         stand_in: use built-in data, a learned tokenizer or random weights in place of missing ones.
         out: the comparison's folder; by default a folder under `comparisons`.
         data_dir: folder of the data sets.
-        jobs: number of parallel runs, if the GPU has room for them; steps and rounds are timed
-            without parallel runs.
+        jobs: number of runs to train at the same time; they must fit in memory together. Steps and
+            rounds are timed without parallel runs.
         progress: whether to show the progress; None: on a terminal or in a notebook.
     """
     changes = {

@@ -300,7 +300,7 @@ class ArmTiming:
     trainable: int  # number of trainable parameters
     checkpoint_bytes: int  # size of the trainable parameters
     model_bytes: int  # size of all parameters
-    savings: StepSavings | None  # upper bounds on the FLOPs and memory traffic saved
+    savings: StepSavings | None  # FLOPs and memory traffic, and the baseline's
 
 
 @dataclass(frozen=True)

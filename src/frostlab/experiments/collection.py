@@ -19,7 +19,7 @@ class Member:
     name: str  # its path from the reported folder
     evidence: Evidence | None
     problem: str | None = None  # why there is no evidence
-    group: str | None = None  # path of its group from the reported folder; empty: the folder itself
+    group: str | None = None  # path of its group; empty: the reported folder; None: no group
 
 
 def is_several(folder: Path) -> bool:
@@ -87,7 +87,7 @@ def read_members(folder: Path) -> tuple[Member, ...]:
 
 
 def read_groups(folder: Path) -> tuple[dict[str, GroupSummary], list[str]]:
-    """Read the summaries of the groups in a folder, by path; return also why one is missing."""
+    """Read the summaries of a folder's groups, by path; also return why others cannot be read."""
     summaries, problems = {}, []
     for group in _groups(folder):
         try:

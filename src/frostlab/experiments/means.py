@@ -22,7 +22,7 @@ from frostlab.storage import finite
 
 SCHEMA = 1  # version of means.json
 MEANS = "means.json"
-ALPHA = 0.05  # every interval of a mean has confidence 1 − ALPHA on its own
+ALPHA = 0.05  # the interval of a mean over several comparisons has confidence 1 − ALPHA
 By = Literal["all", "model", "task"]
 
 

@@ -96,7 +96,7 @@ class ComparisonSummary:
     baseline_treated: str | None = None
     oelm: str | None = None  # the arm with orthogonal frozen query and key weights
     arms: tuple[ArmSummary, ...] = ()
-    questions: tuple[Answered, ...] = ()  # the plan's own, else the five about OELM
+    questions: tuple[Answered, ...] = ()  # the plan's own; else, with an OELM arm, the five
 
     @property
     def oelm_arm(self) -> ArmSummary | None:

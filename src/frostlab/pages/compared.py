@@ -409,7 +409,7 @@ def _saving(compared: Compared, arm: str) -> list[str | Cell]:
     counts = evidence.arms[arm].parameters
     base_counts = evidence.arms[evidence.baseline].parameters
     if counts is None or base_counts is None:
-        return ["Not known: an arm has no finished run."]
+        return ["Not known: an arm has no finished run that can be paired."]
     if counts.trainable >= base_counts.trainable:
         return [f"{plain(arm)} trains as many parameters as the baseline, or more: there is no "
                 "saving."]  # fmt: skip

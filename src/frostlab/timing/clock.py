@@ -77,7 +77,8 @@ class WallClock:
 class Stopwatch:
     """A stopwatch for steps on the device and phases on the host.
 
-    `seconds` holds the seconds by phase that a resumed run had counted before.
+    The argument `seconds` holds the seconds by phase that a resumed run had counted before. The
+    property `seconds` includes them.
     """
 
     def __init__(self, device: torch.device, seconds: dict[str, float] | None = None) -> None:

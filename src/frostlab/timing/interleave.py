@@ -72,9 +72,9 @@ def ratio_of(
 ) -> Ratio:
     """Estimate the ratio of an arm's time to the baseline's, with confidence 1 − alpha.
 
-    The baseline's time is the mean over its copies. Two intervals have the same center, and the
-    wider one is returned: the t interval over the builds, and the prediction interval for the mean
-    of one more copy, whose degrees of freedom are the copies − 1.
+    The baseline's time is the geometric mean over its copies. Two intervals have the same center,
+    and the wider one is returned: the t interval over the builds, and the prediction interval for
+    the mean of one more copy, whose degrees of freedom are the copies − 1.
 
     Args:
         arm: the seconds of each round, from at least two builds.

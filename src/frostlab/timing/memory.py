@@ -1,7 +1,8 @@
-"""The memory of a training step: an estimate, and a bound below which no step stays.
+"""The memory of a training step: an estimate, and a lower bound.
 
 Both count weights, gradients, Adam's moments, and the values that a transformer's layers keep for
-the backward pass. The bound counts only what every way of computing the step has to keep.
+the backward pass. The estimate also counts a language model's logits. The bound leaves out all
+values that some way of computing the step does not keep.
 """
 
 from collections.abc import Sequence
@@ -32,12 +33,12 @@ class StepMemory:
         return self.state + tokens * self.per_token
 
     def tokens_in(self, size: float) -> float:
-        """Return the tokens that a step of this many bytes can have; below 0 if it has none."""
+        """Return how many tokens fit into this many bytes; negative if the state does not fit."""
         return (size - self.state) / self.per_token
 
 
 def estimated_memory(parts: Anatomy, value_bytes: int, language: bool) -> StepMemory:
-    """Estimate a step of the frozen and trainable parts of a model.
+    """Estimate the memory of a training step of a model, given its parts.
 
     `value_bytes` is the size of a value of the forward pass; a language model keeps its logits.
     """
@@ -49,7 +50,7 @@ def estimated_memory(parts: Anatomy, value_bytes: int, language: bool) -> StepMe
 
 
 def least_memory(parts: Anatomy, value_bytes: int) -> StepMemory:
-    """Return a bound on the memory of a step: layers below everything that learns keep nothing."""
+    """Return a lower bound on a step's memory; layers below all trainable parts keep nothing."""
     kept = 0
     learns = any(
         part.state == "trainable" and part.role not in ("head", "norm")
@@ -69,11 +70,11 @@ def _state(parts: Anatomy, gradient_bytes: int) -> int:
 
 
 def _width(layer: Layer) -> int:
-    """Return the size of the vectors that a layer's queries are computed from; 0 without one."""
+    """Return the size of the vectors from which a layer computes queries; 0 without queries."""
     return next((part.shape[1 - part.axis] for part in layer.parts if part.role == "query"), 0)
 
 
 def _hidden(parts: Sequence[Part]) -> int:
-    """Return the number of hidden units of a feed-forward network, the largest input of a map."""
+    """Return the number of hidden units: the largest input size of a layer's weight matrices."""
     maps = (part for part in parts if part.matmul and part.kind == "weight")
     return max((part.shape[1 - part.axis] for part in maps if len(part.shape) == 2), default=0)

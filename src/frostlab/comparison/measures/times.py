@@ -42,9 +42,9 @@ class ArmTimes:
 
 @dataclass(frozen=True)
 class TotalGap:
-    """The difference between an arm's and the baseline's whole runs, paired by seed or round."""
+    """The difference in time between whole runs of an arm and the baseline, paired."""
 
-    of: str  # `alternating rounds` or `whole runs`
+    of: str  # `alternating rounds` (paired by round) or `whole runs` (paired by seed)
     seconds: Effect  # difference
     ratio: Effect
 

@@ -199,7 +199,7 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
     ("the data differ ({a} and {b})", "数据不同（{a} 和 {b}）", "データが異なる（{a} と {b}）"),
     ("the pretrained weights differ ({a} and {b})", "预训练权重不同（{a} 和 {b}）",
      "事前学習済みの重みが異なる（{a} と {b}）"),
-    ("the order of examples differs by step {step} ({a} and {b})",
+    ("the order of examples differs in the first {step} steps ({a} and {b})",
      "到第 {step} 步为止样本的顺序不同（{a} 和 {b}）",
      "ステップ {step} までに例の順序が異なる（{a} と {b}）"),
     ("the initial weights of {name} differ, though neither treatment changes them",
