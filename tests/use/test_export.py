@@ -163,7 +163,7 @@ def test_an_unfinished_run_is_exported_without_a_result(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="has not finished"):
         fl.load_run(tmp_path / "run").export(tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "The run has not finished: these are its best weights so far" in card
+    assert "The run has not finished: these weights are preliminary" in card
 
 
 def test_what_cannot_be_exported_is_one_line(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_the_scores_of_recordings_are_those_of_the_record(listener: fl.Run) -> N
         for decoder, score in decoders.items():
             expected = {k: v for k, v in asdict(score).items() if k != "digest"}
             assert json.loads(json.dumps(evaluation.scores[group][decoder])) == expected
-    assert any(line.startswith("unseen      ridge") for line in evaluation_lines(evaluation))
+    assert any(line.startswith("unseen  ridge") for line in evaluation_lines(evaluation))
 
 
 def test_splits_of_recordings(listener: fl.Run) -> None:

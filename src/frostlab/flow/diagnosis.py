@@ -287,9 +287,10 @@ class DepthRatios:
     """Gradient sizes of the first layers, the last layers and the head; NaN where unknown.
 
     `front` is the first two layers, `back` is the last two layers, `output` is the head. Each
-    value is the mean of max |g| over their tensors, at the last report. `weight_change` compares
-    the range (max - min) of each front tensor at the first and the last report: it is the mean of
-    |last - first| / first, without tensors whose first range is 0, and NaN for a single report.
+    value is the mean of max |g| over their tensors with a gradient, at the last report.
+    `weight_change` compares the range (max - min) of each front tensor at the first and the last
+    report: it is the mean of |last - first| / first, without tensors whose first range is 0, and
+    NaN for a single report.
     """
 
     front: float

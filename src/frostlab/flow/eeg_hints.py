@@ -67,7 +67,7 @@ class Hint:
     """Advice of the source for one trouble."""
 
     trouble: str  # with the measured numbers
-    settings: dict[str, float]  # what the source tries and the run does not have yet
+    settings: dict[str, float]  # values that the source tries and that the run does not reach yet
     text: str  # the advice, with the run's own values
 
 

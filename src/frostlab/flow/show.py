@@ -331,9 +331,9 @@ def _shown_depth(flow: "Flow") -> dict[str, str]:
 
 def _heat_key(flow: "Flow") -> str:
     key = (
-        "Rows are parts (all tensors of one role in a layer, or of one module) or whole layers; a "
-        "column is a measured step (a report) or, with many, the median of several, labelled with "
-        "the last. Brighter is larger; the colours "
+        "Rows are parts (all tensors of one role in a layer or outside the layers, or of one "
+        "module) or whole layers; a column is a measured step (a report) or, with many, the median "
+        "of several, labelled with the last. Brighter is larger; the colours "
         f"span at most {DECADES} powers of ten. Signs: · frozen, 0 zero, - no gradient, ! NaN or "
         "infinity. The numbers of the last report are in the table below."
     )

@@ -81,6 +81,7 @@ class TensorBoard:
     ) -> None:
         """Write a flow report: the whole gradient's norm, three values per part, and a depth ratio.
 
+        The norm, `Gradient/norm`, is measured after clipping; `training` writes it before clipping.
         The depth ratio is the gradient size of the first two layers divided by that of the head, if
         both are known. The three values are the norms of gradient and update, and the update's norm
         relative to the weights. A value that was not measured, such as a frozen part's, gets no

@@ -274,7 +274,7 @@ def keep_only(folder: Path, newest: int, best: int | None, stage: int = 0) -> No
 
 
 def _remove_unnamed_frozen(folder: Path) -> None:
-    """Remove the frozen weights that no checkpoint names; none if a checkpoint is damaged."""
+    """Remove the frozen weights that no checkpoint names; nothing if a checkpoint is damaged."""
     paths = (path for path in _root(folder).glob("frozen-*") if path.is_dir())
     unnamed = {path.name: path for path in paths if _FROZEN_FOLDER.fullmatch(path.name)}
     for checkpoint in reversed(checkpoints_in(folder) if unnamed else []):

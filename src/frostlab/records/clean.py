@@ -120,7 +120,7 @@ def referred_runs(places: Sequence[Path]) -> dict[Path, Path]:
 
 
 def _texts_in(path: Path) -> set[str]:
-    """Return the texts in a JSON file of a comparison; none if it does not exist."""
+    """Return the texts in a JSON file of a comparison; empty if the file does not exist."""
     if not path.is_file():
         return set()
     try:

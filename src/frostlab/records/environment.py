@@ -87,7 +87,10 @@ def _facts(gpu: Gpu) -> dict[str, Any]:
 
 
 def _other_processes(gpu: Gpu) -> list[dict[str, Any]] | None:
-    """Return all other processes on the GPU, or None if NVML does not answer."""
+    """Return the other processes on the GPU, or None if NVML does not answer.
+
+    In a container, this process may be among them, because NVML reports another id for it.
+    """
     kinds = ("Compute", "Graphics")
     answers = [_try(gpu.ask, f"nvmlDeviceGet{kind}RunningProcesses") for kind in kinds]
     if all(answer is None for answer in answers):

@@ -500,7 +500,7 @@ def scores_file(
     reference_scores: Mapping[str, float],
     caution: str | None = None,
 ) -> Any:
-    """Return the content of scores.json: scores by split and decoder, bounds on r, and more."""
+    """Return the content of scores.json: scores by split, bounds on r, and challenge scores."""
     from frostlab.envelopes.challenge import challenge_scores
 
     return {

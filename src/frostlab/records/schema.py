@@ -31,7 +31,7 @@ class Best:
     """The best evaluation on the split that selects the weights."""
 
     metric: str  # the metric that selects the best weights
-    value: float | None  # its best value; null before the first evaluation
+    value: float | None  # its best value; null before the first finite one
     step: int | None  # optimizer steps done at this evaluation
 
 
@@ -83,14 +83,14 @@ class WallClock:
 
     total: float  # s from the start of the program, or of `fl.run`, to the end of the run
     starting: float  # s before the run: Python, imports and the recipe; 0 for `fl.run`
-    data: float  # s of preparing the data, and of batches that the device waited for
+    data: float  # s of preparing data and the prefix cache, and of waiting for batches
     building: float  # s of starting the device, building the model and creating the run's folder
     setup: float  # s of building steps, compiling them for the first batch, and loading kernels
     first_steps: float  # s of the first step of each stage
     new_shapes: float  # s of later steps that compiled or captured a new batch shape
     steps: float  # s of all other steps
     validation: float  # s of evaluations that select the best weights
-    checkpoints: float  # s of waiting for checkpoints, and of changing to the next stage
+    checkpoints: float  # s of copying tensors, waiting for writes, and stage changes
     report: float  # s of loading and evaluating the best weights
     other: float  # s of the rest
 
@@ -100,12 +100,12 @@ class Clocks:
     """The time that a run spent on each activity."""
 
     total_seconds: float  # s of training, evaluations and checkpoints, without set-up and report
-    train_seconds: float  # s of the total without validation, checkpoints and waiting for data
+    train_seconds: float  # s of the total without validation, checkpoints, histograms and data
     validation_seconds: float  # s of evaluations that select the best weights
     evaluation_seconds: list[float]  # s of each of these evaluations
-    data_seconds: float  # s of preparing batches on the host
+    data_seconds: float  # s of preparing batches on the host and building the prefix cache
     data_overlapped_seconds: float  # s that are in both `data_seconds` and `train_seconds`
-    checkpoint_seconds: float  # s of writing checkpoints and of changing to the next stage
+    checkpoint_seconds: float  # s of copying tensors, waiting for writes, and stage changes
     setup_seconds: float  # s of building and compiling the training step; not part of the total
     epoch_seconds: list[float]  # s of training alone, one number per complete epoch
     step_ms: StepTimes | None  # null if no step came after warm-up
@@ -255,8 +255,8 @@ class Digests:
     source: str | None  # digest of the files of pretrained weights; null if weights are drawn
     revision: str | None  # the hub's commit of these files; null if they are not from the hub
     weights: dict[str, str]  # digest of each part (a tensor, or its rows of one role), by key
-    touched: list[str]  # keys of the parts to which the treatment gave new values
-    frozen: dict[str, str]  # digest of every frozen tensor, by name
+    touched: list[str]  # keys of the parts that the treatment changed or added
+    frozen: dict[str, str]  # digest of every part and buffer frozen in the first stage, by key
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ class GeneratedText:
 
     prompt: str  # the beginning of a text of the report split; empty: the model began a new text
     text: str  # the continuation of the prompt
-    ended: Literal["end", "length", "positions"]  # at an end token, at `max_tokens`, at its limit
+    ended: Literal["end", "length", "positions"]  # by an end token, `max_tokens`, its last position
 
 
 @dataclass(frozen=True)
@@ -446,7 +446,7 @@ class EvaluationEvent(Event):
 
     split: str  # tune or report; with `splits: published`, report also selects weights
     metrics: Metrics  # the metric that selects the best weights comes first
-    frozen_verified: int  # number of frozen tensors that were verified as unchanged
+    frozen_verified: int  # number of frozen parts and buffers that were verified as unchanged
     epoch: float  # epochs done, over all stages
     seconds: float  # s that this evaluation took
     total_seconds: float  # s of `clocks.total_seconds` until this evaluation

@@ -129,9 +129,9 @@ def as_html(record: RunRecord) -> str:
     rows = [(name, number(value)) for name, value in record.metrics.items()]
     if best.value is not None:
         where = f"at step {best.step:,} of {result.steps:,}"
-        rows.append((f"best {best.metric}, on tune", f"{number(best.value)} {where}"))
+        rows.append((f"best validation {best.metric}", f"{number(best.value)} {where}"))
     rows += [
-        ("training time", hms(result.clocks.total_seconds)),
+        ("training and evaluation time", hms(result.clocks.total_seconds)),
         ("trainable parameters", f"{parameters.trainable:,} of {parameters.total:,}"),
     ]
     about = f"{result.name}, treatment {result.treatment}, seed {result.seed}: {result.status}"
@@ -409,8 +409,8 @@ def _machine(result: Result) -> list[str]:
     """Return the measured load, memory and power of the machine during the run."""
     telemetry, gibibyte = result.telemetry, 2**30
     lines = [
-        ("memory", _scaled(telemetry.host_peak_bytes, gibibyte, "GiB at most")),
-        ("GPU memory", _scaled(result.device_memory_peak, gibibyte, "GiB at most")),
+        ("memory", _scaled(telemetry.host_peak_bytes, gibibyte, "GiB at the peak")),
+        ("GPU memory", _scaled(result.device_memory_peak, gibibyte, "GiB at the peak")),
         ("load", _scaled(_mean(telemetry.load_1min), 1, "on average")),
         ("GPU utilisation", _scaled(_mean(telemetry.gpu_utilisation_percent), 1, "% on average")),
         ("GPU power", _scaled(_mean(telemetry.gpu_power_watts), 1, "W on average")),

@@ -264,7 +264,9 @@ class Watched:
 
     cores: int  # number of the machine's logical cores
     cores_of_others: float | None  # mean number of cores busy with other processes; None: unknown
-    others_on_gpu: int | None  # number of other processes; None: no GPU, or NVML cannot tell
+    # number of other processes on the GPU, the larger of the counts at the beginning and the end;
+    # None: no GPU, or NVML does not answer
+    others_on_gpu: int | None
     telemetry: dict[str, Any]
 
     def notes(self) -> list[str]:

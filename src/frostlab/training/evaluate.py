@@ -36,8 +36,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return every metric of the task over a split, or over its first batches if `most` is given.
 
-    If a batch does not fit into a GPU's memory, where the graphs of captured steps keep theirs, all
-    are evaluated again in smaller ones.
+    If a batch does not fit into a GPU's memory, which the graphs of captured steps occupy too, all
+    examples are evaluated again in smaller batches, unless there are several processes.
 
     Args:
         batch: how many of the longest examples fill a batch.

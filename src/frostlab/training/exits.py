@@ -32,7 +32,7 @@ class Exit:
     loss: float
     perplexity: float
     token_accuracy: float
-    flops: float  # matmul FLOPs of the forward pass per token, including the head
+    flops: float  # matmul FLOPs of the forward pass per token, for the longest input, with the head
     share: float  # `flops` as a fraction of the whole model's FLOPs
     parameters: int  # number in the embedding, the layers up to this one, final norm and head
 

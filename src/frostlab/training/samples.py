@@ -91,7 +91,7 @@ def _whole_model(context: RunContext, best: Checkpoint) -> nn.Module:
 
 
 def _beginnings(split: Tokens, end: int, tokenizer: Any, most: int) -> Iterator[str]:
-    """Yield the beginnings of texts, then of examples: up to `most` tokens, and half of a text."""
+    """Yield beginnings of texts, then of examples: at most `most` tokens and half of the text."""
     ids = split.ids[:_SEARCHED].tolist()
     ends = [place for place, token in enumerate(ids) if token == end] + [len(ids)]
     seen = {""}

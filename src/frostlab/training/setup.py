@@ -80,9 +80,9 @@ from frostlab.training.treatment import (
     weight_digests,
 )
 
-# Training on this many tokens, divided by the size of a layer's largest weight, takes as long as
-# preparing a batch width on a GPU; both take longer with more layers. With imdb-gpt, whose layers
-# have a weight of 512 × 2048, a width took 0.22 s on an H200, and a step of 4,500 tokens 3 ms.
+# Preparing a batch width on a GPU takes as long as training on _WIDTH_WORK / n tokens, where n is
+# the number of elements of a layer's largest weight; both take longer with more layers. With
+# imdb-gpt (n is 512 × 2048), a width took 0.22 s on an H200, and a step of 4,500 tokens 3 ms.
 _WIDTH_WORK = 3.3e11
 
 
@@ -258,7 +258,7 @@ def _tokens_per_step(recipe: Recipe, prepared: PreparedData, compute: Compute) -
 
 
 def _mean_length(recipe: Recipe, prepared: PreparedData) -> float:
-    """Return the mean length of a training example in its batch, padding only if it is fixed."""
+    """Return the mean length of a training example; padding counts only with `batching: fixed`."""
     train = prepared.splits["train"]
     if recipe.train.batching == "fixed" or not isinstance(train, Tokens):
         return float(recipe.data.length)
@@ -303,28 +303,29 @@ def check_model(
 def check_memory(
     model: nn.Module, recipe: Recipe, prepared: PreparedData, compute: Compute
 ) -> None:
-    """Refuse a batch that cannot fit on the device: a bound of its step exceeds the free memory.
+    """Refuse a batch for which even a lower bound of a step's memory exceeds the free memory.
 
-    Only texts in a model of known layers are checked, on devices that tell their free memory.
+    Nothing is checked if the device does not report its free memory, if frostlab cannot run the
+    model layer by layer, or with FSDP.
     """
     free, train, world = free_bytes(compute.device), recipe.train, compute.world
     if free is None or take_apart(model) is None or train.parallel == "fsdp":
         return
-    parts, examples = anatomy(model), len(prepared.splits["train"])
-    # some batch is at least as long as all of them on average, whatever the order
+    structure, examples = anatomy(model), len(prepared.splits["train"])
+    # at least one batch has a mean length of this or more, whatever the order
     length = _mean_length(recipe, prepared)
-    at_once = train.accumulate * world.size  # parts of a batch, of which the device holds one
-    least = least_memory(parts, compute.precision.itemsize)
-    needed = least.of(min(train.batch, examples) / at_once * length)
+    micro_batches = train.accumulate * world.size  # of which a device holds one at a time
+    least = least_memory(structure, compute.precision.itemsize)
+    needed = least.of(min(train.batch, examples) / micro_batches * length)
     if needed <= free:
         return
     problem = (
         f"train.batch {train.batch} cannot fit: a step needs at least {needed / 1e9:.3g} GB, and "
         f"{compute.device} has {free / 1e9:.3g} GB free"
     )
-    estimate = estimated_memory(parts, compute.precision.itemsize, language=False)
-    largest = int(estimate.tokens_in(free) / length) * at_once
-    if largest < at_once:
+    estimate = estimated_memory(structure, compute.precision.itemsize, language=False)
+    largest = int(estimate.tokens_in(free) / length) * micro_batches
+    if largest < micro_batches:
         raise BadInput(f"{problem}; this model is too large for it with any batch")
     raise BadInput(f"{problem}; about {largest} would fit, or more with train.accumulate")
 
@@ -507,7 +508,7 @@ def stage_facts(context: RunContext, progress: Progress) -> StageRecord:
 def best_model(record: RunRecord) -> nn.Module:
     """Load a run's best weights into its model, on the CPU and ready to evaluate.
 
-    Only the run's folder is read, unless the model has Python code of its own. Changed weights are
+    Only the run's folder is read, unless the model has Python code of its own. Changed files are
     refused. For a run that has not finished, a warning names the step of the weights: the best of
     the current stage so far, or the newest if the stage has not been evaluated yet.
     """

@@ -112,7 +112,8 @@ class StageModel:
     entered: Entered  # the layers that were added last, in this stage or an earlier one
     objective: Objective  # the model with its loss
     audit: Audit | None = None  # digests of the frozen weights
-    # where this stage's checkpoints find its frozen weights; None: in the checkpoints, or not yet
+    # the folder that stores this stage's frozen weights; None: each checkpoint stores them itself,
+    # or the stage has no checkpoint yet
     frozen: FrozenWeights | None = None
 
     @property

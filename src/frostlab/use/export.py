@@ -130,7 +130,7 @@ def plain_block(text: str) -> str:
 
 
 def _made_of(record: RunRecord, model: nn.Module) -> str:
-    """Say which class of transformers holds the model, and what differs from that class."""
+    """Name the class of transformers that holds the model, and the differences from that class."""
     if not is_own(model):
         return f"Its class is `{type(model).__name__}` of transformers."
     if record.data.task == "classification":
@@ -235,7 +235,9 @@ def _encoding(record: RunRecord, only_body: bool) -> list[str]:
 def _results(record: RunRecord) -> str:
     """Return a table of the reported metrics; a sentence for an unfinished run, which has none."""
     if finished_status(record.folder) != "finished":
-        text = "The run has not finished: these are its best weights so far, without a result."
+        text = (
+            "The run has not finished: these weights are preliminary, and there is no result yet."
+        )
         caution = record.recipe.caution
         return text if caution is None else f"{text} Caution: {escaped(caution)}."
     split = record.data.splits["report"]

@@ -82,7 +82,7 @@ class Evaluation:
     source: str  # where the examples come from
     metrics: dict[str, float]
     n: dict[str, int]  # metric → the number of `unit`s that it is computed from
-    unit: dict[str, str]  # metric → examples, tokens, subjects, windows or match decisions
+    unit: dict[str, str]  # metric → examples, tokens, subjects, windows or decisions
     classes: list[ClassScore] = field(default_factory=list)  # empty without classes
     layers: dict[str, dict[str, float]] = field(default_factory=dict)  # supervised layer → metrics
     # EEG: group of recordings → decoder → summary of its scores, as in result.json
@@ -566,7 +566,8 @@ def evaluation_lines(evaluation: Evaluation) -> list[str]:
 def _scores_lines(scores: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
     """Return a row for each group of recordings and decoder.
 
-    `chance ≤` is the 95 % quantile of r with mismatched envelopes, n the number of recordings.
+    `95 %` is the interval of the mean r, `chance ≤` the 95 % quantile of r with mismatched
+    envelopes, and `n` the number of recordings.
     """
     rows = []
     for group, decoders in scores.items():
@@ -578,7 +579,7 @@ def _scores_lines(scores: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list
                 [group, decoder, f"{summary['mean']:.3f}", between, f"{null['high']:.3f}",
                  number(null["p"]), str(summary["subjects"]), str(summary["recordings"])]
             )  # fmt: skip
-    head = ["recordings", "decoder", "r", "95 %", "chance ≤", "p", "subjects", "n"]
+    head = ["split", "decoder", "r", "95 %", "chance ≤", "p", "subjects", "n"]
     return columns([head, *rows], right=[2, 4, 5, 6, 7])
 
 

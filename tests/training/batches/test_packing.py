@@ -161,6 +161,17 @@ def test_padded_batches_have_few_widths_where_a_width_takes_time(steps: int) -> 
         assert 2 < len(set(few)) < 10
 
 
+def test_batches_of_a_fixed_width_have_one_shape() -> None:
+    """Else the cost of compiling counts shapes that never occur."""
+    data = tokens(np.random.default_rng(0).integers(2, 400, 3000).tolist(), labels=True)
+    train = recipe_from(tiny(train={"batch": 8, "epochs": 2})).train
+    examples = TokenExamples(data, PAD, limit=int(data.lengths.max()), width=512)
+    feed = Feed(examples, train, 0, Compute(torch.device("cuda"), torch.float32))
+    feed.use_few_widths(10**6, 1.0)
+    assert feed.number_of_shapes == 1
+    assert {feed(rows)[0].inputs["input_ids"].shape[1] for rows in feed.order(0)} == {512}
+
+
 @pytest.mark.parametrize(("most", "batch"), [(60, 32), (30, 32), (30, 8)])
 def test_rows_of_an_epoch_fit_few_shapes(most: int, batch: int) -> None:
     data = tokens(np.random.default_rng(1).integers(2, most, 1000).tolist(), labels=True)

@@ -246,7 +246,7 @@ class TokenExamples:
     types: bool = False  # whether to add token types
     limit: int | None = None  # see `collate`
     width: int | None = None  # see `collate`
-    # widths to pad to if `width` is None; longer examples, and all if it is empty: see `limit`
+    # widths to pad to if `width` is None; a batch that fits none of them is padded as by `limit`
     widths: tuple[int, ...] = ()
 
     def __len__(self) -> int:

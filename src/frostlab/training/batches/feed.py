@@ -22,7 +22,7 @@ from frostlab.training.distributed import Compute
 
 
 def packs_examples(train: Train) -> bool:
-    """Return whether a recipe packs examples into one row, at least in stages with a cache."""
+    """Return whether a recipe packs examples into one row, in all stages or those with a cache."""
     return train.batching == "packed" or train.cache_prefix is not None
 
 
@@ -46,13 +46,15 @@ class Feed:
             self.shapes = shapes_for(self._text.tokens, parts)
 
     def use_few_widths(self, steps: int, cost: float) -> None:
-        """Pad batches to fewer widths if that saves time, where a device prepares every width.
+        """Pad batches to fewer widths if that saves time, on a device that prepares every width.
 
         Preparing a width takes as long as training on `cost` tokens, padding included. The widths
         are those for which `steps` steps with batches like the first epoch's take the least time.
         """
         examples = self.examples
         if self.packs or not isinstance(examples, TokenExamples) or examples.limit is None:
+            return
+        if examples.width is not None:  # `train.batching: fixed` has a single width
             return
         lengths, order = examples.tokens.lengths, self.order(0)
         parts = [rows for all_rows in order for rows in self._micro_batches(all_rows) if len(rows)]
@@ -66,7 +68,7 @@ class Feed:
 
     @property
     def number_of_shapes(self) -> int:
-        """Number of shapes that batches are padded to, as far as it is limited; otherwise 1."""
+        """Return the number of shapes that batches are padded to; 1 if it is not limited."""
         if self.shapes is not None:
             return len(self.shapes.widths)
         return max(1, len(getattr(self.examples, "widths", ())))

@@ -32,7 +32,7 @@ _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 # widths of imdb-gpt, setting up and preparing new shapes took 21 s (docs/measurements.md, "A whole
 # run on an H200").
 _FURTHER_SHAPE = 0.5
-_SHARED_BY = 2  # runs that share compiled code at least, such as two arms or two seeds
+_SHARED_BY = 2  # assumed number of runs that share compiled code, such as two arms or two seeds
 
 
 @dataclass(frozen=True)
@@ -43,21 +43,20 @@ class CompileCost:
     taken: float
 
     def pays(self, steps: int) -> bool:
-        """Return whether compiling saves time in such stages of the runs that share its code."""
+        """Return whether compiling saves time over `_SHARED_BY` runs with so many steps each."""
         return _SHARED_BY * steps * self.saved > self.taken
 
     def describe(self, steps: int) -> str:
-        """Say what compiling would save and take."""
+        """Return how many seconds compiling takes and saves, as text."""
         return f"compiling takes about {self.taken:.0f} s to save {steps * self.saved:.2g} s a run"
 
 
 def compile_cost(model: nn.Module, tokens: float | None, shapes: int = 1) -> CompileCost:
     """Estimate the cost of compiling the steps of a model over `tokens` tokens on average.
 
-    `shapes` is the number of shapes of batches.
-
-    The estimate depends on the model and its batches alone, not on times or caches of this machine,
-    because compiled layers round differently: the same recipe shall give the same numbers.
+    `shapes` is the number of different batch shapes. The estimate depends only on the model and its
+    batches, not on times or caches of this machine: compiled layers round differently, and the same
+    recipe should give the same numbers.
     """
     first = _COMPILE_SECONDS.get(type(model).__name__, _OTHER_COMPILE_SECONDS)
     taken = first * (1 + _FURTHER_SHAPE * (shapes - 1))
@@ -92,8 +91,9 @@ def choose_kind(
 ) -> Choice:
     """Return the wanted kind of step, or eager if that kind cannot work; `auto` wants captured.
 
-    A captured step is compiled if that saves time in a stage of `steps` steps. `watches_inside`:
-    whether the gradient-flow measurement reads activations of the forward pass.
+    A captured step is compiled if that saves time in stages of `steps` steps, counted over the runs
+    that are assumed to share the compiled code (`CompileCost.pays`). `watches_inside`: whether the
+    gradient-flow measurement reads activations of the forward pass.
     """
     if wanted == "eager":
         return Choice("eager", False, "asked for")

@@ -24,7 +24,7 @@ from frostlab.training.step.eager import Outcome
 
 _ALIGNED = 16  # bytes; alignment of each tensor in the input buffer
 _AHEAD = 8  # steps whose inputs may be in transit to the device at once
-_MAX_GRAPHS = 64  # limit for measured steps, and for other steps, because a graph holds memory
+_MAX_GRAPHS = 64  # the most graphs of measured steps, and of other steps: each holds memory
 # A function that records the kernels of another function, and returns a function to replay them.
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 

@@ -47,8 +47,9 @@ def head_loss(
     times its entry of `weights` (1 by default), and each layer's loss without gradient. Tokens with
     the target `ignore` have no loss. Only tensors that require a gradient get one.
 
-    `copy` may hold the weight in the dtype of the products, which is then not cast. `tied` gets the
-    weight's gradient in the backward pass, for an embedding with the same weight to add to it.
+    `copy` may hold the weight in the dtype of the products; the weight is then not cast. `tied`
+    gets the weight's gradient in the backward pass, for an embedding with the same weight to add
+    to it.
     """
     layers = [hidden] if isinstance(hidden, Tensor) else list(hidden)
     factors = [1.0] * len(layers) if weights is None else [float(w) for w in weights]
@@ -119,7 +120,7 @@ class _HeadLoss(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:]
         total, losses, gradients = _compute(options, targets, weight, bias, layers, wanted)
         ctx.save_for_backward(*gradients)
-        # autograd casts a gradient of another dtype, and nobody could add to what it casts
+        # autograd would cast a gradient of another dtype to a new tensor, out of `tied`'s reach
         is_final = gradients[0] is not None and gradients[0].dtype == weight.dtype
         ctx.tied = options.tied if is_final else None
         ctx.expected = options.expected
@@ -134,7 +135,7 @@ class _HeadLoss(torch.autograd.Function):
         retained = torch._C._autograd._get_current_graph_task_keep_graph()
         if ctx.expected is None:
             is_one = on_host(upstream) and bool(upstream == 1)
-        else:  # the gradients contain it
+        else:  # the gradients are already multiplied by it
             is_one = upstream.data_ptr() == ctx.expected.data_ptr()
             upstream = upstream / ctx.expected
         scaled: list[Tensor | None] = [None, None]
@@ -270,7 +271,7 @@ class _ChunkedLoss:
         self.in_kernel = has_kernel(weight.device, self.dtype)
         self.weight = weight.to(self.dtype) if copy is None or copy.dtype != self.dtype else copy
         self.bias = None if bias is None else bias.to(self.sum_dtype)
-        # the first chunk writes the gradients, and the others add to theirs
+        # the first chunk writes the gradients, and the others add to them
         self.weight_gradient, self.bias_gradient = (
             torch.empty_like(x, dtype=self.sum_dtype) if x is not None and learns else None
             for x, learns in zip((weight, bias), wanted[:2], strict=True)

@@ -52,8 +52,8 @@ def cross_entropy_rows(
 ) -> Tensor:
     """Return each row's loss in float32; with `factor`, write factor × gradient over the logits.
 
-    `scale`, a tensor of one element, multiplies the gradient, too. The padding after each row is
-    then set to 0.
+    `scale`, a tensor of one element, multiplies the gradient, too. With `factor`, the padding after
+    each row is set to 0.
     """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):

@@ -35,7 +35,7 @@ class Supervision:
 
 
 def language_stack(model: nn.Module, asked: str) -> Stack:
-    """Return a language model as a stack of layers, or say that `asked` does not support it."""
+    """Return a language model as a stack of layers; refuse one that `asked` does not support."""
     stack = take_apart(model)
     if stack is None or stack.classifies or type(stack.head) is not nn.Linear:
         raise BadInput(f"{asked} does not support {type(model).__name__}; it supports {_SUPPORTED}")

@@ -356,7 +356,7 @@ class _Copy:
     parameter: nn.Parameter
     leaf: nn.Parameter | None
     targets: tuple[Tensor, ...]  # contiguous stretches, in the order of the parameter's rows
-    # the stretches in the gradient of a leaf that also has frozen rows; None: it has no others
+    # where the stretches are in the leaf's gradient, if the leaf also has frozen rows; else None
     ranges: tuple[Span, ...] | None = None
     version: int = -1  # of the parameter, when it was copied
 
