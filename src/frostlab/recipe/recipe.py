@@ -156,7 +156,7 @@ class Recipe(Strict):
 
     about: str = ""
     data: Data = Docstrings()
-    tokenizer: Tokenizer | None = None  # null: the pretrained model's, else BPE; EEG uses none
+    tokenizer: Tokenizer | None = None  # null: the pretrained model's, else BPE; only for text
     model: Model = GPTModel(kind="gpt")
     loss: EnvelopeLoss | None = None  # null: cross-entropy; for envelopes mse-pearson
     treatment: TreatmentName | Treatment = "none"
