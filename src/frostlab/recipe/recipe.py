@@ -152,7 +152,7 @@ def shorten_paths(values: dict[str, Any]) -> None:
 
 
 class Recipe(Strict):
-    """Complete definition of a run, except for the files and the machine that it uses."""
+    """Complete definition of a run, except for the contents of its files and the machine."""
 
     about: str = ""
     data: Data = Docstrings()
