@@ -10,6 +10,7 @@ import pytest
 from forked import Command
 from frostlab.data import fetch, sources
 from frostlab.data.sources import PUBLIC_SETS
+from frostlab.recipe.load import recipe_from
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -32,6 +33,13 @@ def _write(folder: Path, **rows: int) -> None:
 
 def test_the_size_of_every_public_set_is_known() -> None:
     assert [name for name, facts in PUBLIC_SETS.items() if not facts.megabytes] == []
+
+
+@pytest.mark.parametrize(("weights", "kinds"), [(True, ["tokenizer", "weights"]), (False, [])])
+def test_random_weights_need_no_tokenizer_from_the_hub(weights: bool, kinds: list[str]) -> None:
+    model = {"kind": "pretrained", "name": "bert", "weights": weights}
+    needs = fetch.needs_of({"mine": recipe_from({"model": model})})
+    assert [need.kind for need in needs] == kinds
 
 
 def test_a_group_is_checked_as_a_whole(tmp_path: Path, in_this_process: Command) -> None:

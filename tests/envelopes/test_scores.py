@@ -160,6 +160,7 @@ def test_the_table_shows_model_baseline_chance_and_best() -> None:
     alone = scores_table({"model": score_recordings({"s0_0": GOOD["s0_0"]}, [plain], RATE)})
     assert alone.splitlines()[-1].startswith("1 subject, 1 recording; ")
     assert "attended" in head
+    assert note.endswith("; attended: right choices between both speakers")
     assert "attended" not in alone
     assert "best" not in alone
 

@@ -1,8 +1,9 @@
 """Built-in data, without downloads: docstrings of installed packages, and synthetic tasks.
 
 The class of a docstring is its package; the class of a pair says whether its summary and body are
-from one docstring. Docstrings are read from source files, without importing the packages. Synthetic
-tasks have a known answer and are drawn from fixed seeds.
+from one docstring and, with three classes, whether they are from one package. Docstrings are read
+from source files, without importing the packages. Synthetic tasks have a known answer and are drawn
+from fixed seeds.
 """
 
 import ast

@@ -23,7 +23,7 @@ from frostlab.data.sources import (
     hub_splits,
     unreachable,
 )
-from frostlab.data.tokenizers import load_transformers_tokenizer
+from frostlab.data.tokenizers import load_transformers_tokenizer, tokenizer_settings
 from frostlab.errors import BadInput, first_line, require
 from frostlab.recipe.data import Named, Own, PretrainedTokenizer, RecordedEEG
 from frostlab.recipe.model import PretrainedModel
@@ -76,7 +76,8 @@ def needs_of(recipes: dict[str, Recipe], data_dir: Path | None = None) -> list[N
     """Return the data, tokenizers and weights that recipes need; nothing is downloaded.
 
     Docstrings, synthetic, simulated and registered data come from code on this machine, so they are
-    not listed. The examples of data sets in the data folder are counted, which reads their files.
+    not listed. If a public set is in the data folder and its number of examples is known, the
+    examples there are counted, which reads the files.
     """
     needed: dict[tuple[Kind, str], list[str]] = {}
     sources: dict[tuple[Kind, str], Recipe] = {}
@@ -103,13 +104,11 @@ def _keys(recipe: Recipe) -> Iterator[tuple[Kind, str]]:
             yield "data", "mnli"
     elif isinstance(data, Own | RecordedEEG):
         yield "data", data.path
-    if isinstance(recipe.tokenizer, PretrainedTokenizer):
-        yield "tokenizer", recipe.tokenizer.name
-    if isinstance(model, PretrainedModel):
-        if recipe.tokenizer is None and data.form == "text":
-            yield "tokenizer", model.name
-        if model.weights:
-            yield "weights", model.name
+    tokenizer = tokenizer_settings(recipe) if data.form == "text" else None
+    if isinstance(tokenizer, PretrainedTokenizer):
+        yield "tokenizer", tokenizer.name
+    if isinstance(model, PretrainedModel) and model.weights:
+        yield "weights", model.name
 
 
 # Data
@@ -193,7 +192,7 @@ def _find_model(need: Need) -> Need:
     return replace(need, place=str(folder), size=_bytes_in(files))
 
 
-# Bytes to download of the models that the shipped recipes name.
+# Approximate bytes to download of the models that the shipped recipes name.
 _SIZES: dict[tuple[str, str], int] = {
     ("weights", "bert-base-uncased"): 440 * 10**6,
     ("tokenizer", "bert-base-uncased"): 10**6,

@@ -40,8 +40,8 @@ class SplitRecord:
     For labelled text, `rows` less all of `carved` and `dropped` is `examples`.
     """
 
-    source: str  # absolute path, hub name and revision, or how the data were generated
-    examples: int  # number of examples: rows, or pieces of running text, or windows of EEG
+    source: str  # absolute path, hub name and revision, or name of generated or registered data
+    examples: int  # number of examples: rows, stretches of running text, or windows of EEG
     digest: str  # digest of the prepared examples
     files: list[FileRecord] = field(default_factory=list)  # empty if generated or from the hub
     rows: int | None = None  # rows or documents read for this split; null if generated, and for EEG

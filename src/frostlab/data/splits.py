@@ -2,8 +2,9 @@
 
 Labelled rows are held out by a hash of their text, running text by its order. No seed is used, so
 the splits are the same for every seed. A `Survey` holds the hash, size and label of each row. Rows
-of train whose text is also in tune or report are dropped, except with `splits: published` (without
-tune; report selects checkpoints) and in running text that is split by characters.
+of train whose text is also in tune or report are dropped, and rows of tune whose text is also in
+report. Nothing is dropped with `splits: published` (without tune; report selects checkpoints), nor
+from running text that is split by characters.
 """
 
 import hashlib

@@ -65,7 +65,10 @@ class Encoder(Protocol):
 
 
 def tokenizer_settings(recipe: Recipe) -> BPE | Words | PretrainedTokenizer:
-    """Return the recipe's tokenizer, else the pretrained model's tokenizer, else BPE."""
+    """Return the recipe's tokenizer, else the pretrained model's tokenizer, else BPE.
+
+    A model without pretrained weights has its own tokenizer only if a folder here holds it.
+    """
     if recipe.tokenizer is not None:
         return recipe.tokenizer
     model = recipe.model

@@ -67,7 +67,8 @@ def segments_table(scores: ScoresBySplit) -> str:
     note = (
         f"r of segments of {first.settings.segment:g} s (a shorter recording is one segment): mean "
         "± standard deviation over the subjects' means (number of subjects); score: as in the "
-        "Auditory EEG Challenge of 2023, 2/3 of the mean of subjects trained on + 1/3 of the other"
+        "Auditory EEG Challenge of 2023, 2/3 of the mean of subjects trained on + 1/3 of the mean "
+        "of the others"
     )
     return "\n".join([*columns([head, *rows]), note])
 

@@ -187,7 +187,9 @@ class EnvelopeScores:
         correlations += [score.r for score in scores.subjects]
         correlations += [r for score in scores.recordings for r in score.segments]
         if not scores.subjects or not all(-1 <= r <= 1 for r in correlations):
-            raise BadInput("these are not envelope scores: r should be between -1 and 1")
+            raise BadInput(
+                "these are not envelope scores: there is no subject, or an r is not from -1 to 1"
+            )
         if digest != scores.digest:
             raise BadInput(
                 f"these scores were edited: their digest is {scores.digest}, not "
@@ -433,6 +435,8 @@ def scores_table(decoders: Mapping[str, EnvelopeScores], best: float | None = No
         "r: mean by Fisher's z over subjects, with its t interval; chance: 95 of 100 means with "
         "mismatched envelopes are below; p ≤ 0.05: number of such subjects; match: right choices "
         "between the envelope of a window and a wrong one"
+        + "; r other: r with the ignored speaker; attended: right choices between both speakers"
+        * two_speakers
     )
     return "\n".join(lines)
 

@@ -253,7 +253,7 @@ def _time_limit(name: str) -> Iterator[None]:
         return
 
     def stop(*_: object) -> None:
-        raise BadInput(f"{name} takes more than {_SECONDS} s to build without its weights")
+        raise BadInput(f"{name} takes more than {_SECONDS} s to read or build without weights")
 
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS, 1)

@@ -17,7 +17,7 @@ TextTask = Literal["classification", "language"]
 Task = TextTask | Literal["envelope"]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=1e6)]
-Subjects = Annotated[tuple[str, ...], Field(min_length=1, max_length=MOST_LISTED)]
+Names = Annotated[tuple[str, ...], Field(min_length=1, max_length=MOST_LISTED)]
 # name of the unavailable data set, tokenizer or model that this one replaces; null: none
 StandsFor = Annotated[str, Field(min_length=1, max_length=200)] | None
 _MOST_TOKENS = 10**9  # the most tokens of generated data
@@ -271,8 +271,8 @@ class RecordedEEG(EEGData):
 
     # relative to the recipe's file (a setting: to the working folder), else to the data folder
     path: str
-    seen: Subjects | None = None  # the subjects to train on; null: all that are not unseen
-    unseen: Subjects | Share | None = None  # subjects in no training split: names, or a share
+    seen: Names | None = None  # the subjects to train on; null: all that are not unseen
+    unseen: Names | Share | None = None  # subjects in no training split: names, or a share
     band: tuple[Rate, Rate] | None = None  # Hz, pass band of EEG and envelope; null: unfiltered
 
     @model_validator(mode="after")
@@ -297,7 +297,10 @@ class ChallengeEEG(RecordedEEG):
 
 
 class MatlabEEG(RecordedEEG):
-    """Recordings with two speakers at 128 Hz: `BLOCK_TRIAL.mat`, `F_env.mat` and `M_env.mat`."""
+    """Recordings with two speakers at 128 Hz, in files `BLOCK_TRIAL.mat`.
+
+    The folder also holds `F_env.mat`, `M_env.mat` and `competing_speaker_order.mat`.
+    """
 
     name: Literal["eeg-matlab"]
     path: str = "eeg_cocktail"
@@ -315,7 +318,7 @@ class MneEEG(RecordedEEG):
     envelope_rate: Rate | None = None  # Hz of the envelope files; null: the EEG's rate
     tune: Positive = 1
     report: Positive = 1
-    reference: Literal["none", "average"] | Subjects = "none"  # or channels, such as [M1, M2]
+    reference: Literal["none", "average"] | Names = "none"  # or channels, such as [M1, M2]
 
 
 def data_kind(value: Any) -> str:

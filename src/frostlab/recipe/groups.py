@@ -1,7 +1,7 @@
 """Groups of experiments: which recipes belong together, and how they are compared.
 
 A group is a YAML file. Its experiments are recipes, in the order in which to run them, each with
-the numbers that its sources (the papers or scripts that it repeats) reported. `published` holds the
+the numbers that its sources (the published studies that it repeats) reported. `published` holds the
 comparisons that the sources made, whose arms (the alternatives that are compared) are experiments;
 `fair` holds comparisons that ask the same questions with arms that differ only in what is compared.
 `further` holds other data on which the models are evaluated, and `interactions` questions about two

@@ -94,7 +94,7 @@ def shipped_recipes() -> dict[str, str]:
 
 
 def shipped_experiments() -> list[str]:
-    """Return the names of the shipped recipes that repeat experiments of papers or scripts."""
+    """Return the names of the shipped recipes that repeat experiments of published studies."""
     folder = resources.files("frostlab.recipes") / "experiments"
     names = sorted(file.name for file in folder.iterdir())
     return [name.removesuffix(".yaml") for name in names if name.endswith(".yaml")]

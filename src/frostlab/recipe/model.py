@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from frostlab.recipe.data import Data, StandsFor, Task
 from frostlab.recipe.treatment import MOST_LISTED, Layers, Length, Strict, Width
 
-# Presets of the Conformer; validation replaces a preset with its values.
+# Presets of the Conformer; the checked recipe has a preset's values instead of its name.
 PRESETS: dict[str, dict[str, Any]] = {
     "v1": {"residual": "none", "head": "linear", "gradient_scale": 1.0},
     "full": {"residual": "gated", "head": "mlp", "gradient_scale": 2.0},

@@ -152,11 +152,11 @@ def shorten_paths(values: dict[str, Any]) -> None:
 
 
 class Recipe(Strict):
-    """Complete definition of a run, except for the files and the machine that it uses."""
+    """Complete definition of a run, except for the contents of its files and the machine."""
 
     about: str = ""
     data: Data = Docstrings()
-    tokenizer: Tokenizer | None = None  # null: the pretrained model's, else BPE; EEG uses none
+    tokenizer: Tokenizer | None = None  # null: the pretrained model's, else BPE; only for text
     model: Model = GPTModel(kind="gpt")
     loss: EnvelopeLoss | None = None  # null: cross-entropy; for envelopes mse-pearson
     treatment: TreatmentName | Treatment = "none"

@@ -78,7 +78,9 @@ class Train(Strict):
     # padded: to the longest example of a batch; bucketed: the same, with examples of similar length
     # in a batch; fixed: to data.length; packed: the examples of a micro-batch share one row
     batching: Literal["bucketed", "packed", "padded", "fixed"] = "bucketed"
-    step: StepKind = "auto"  # captured: as CUDA graphs; auto: captured if possible, else eager
+    # captured: replayed as CUDA graphs, and compiled first if that saves time; auto: captured.
+    # A kind that cannot work in a run, such as captured on a CPU, becomes eager.
+    step: StepKind = "auto"
     # where to cache the outputs of the frozen first layers; null: not at all
     cache_prefix: Literal["memory", "disk"] | None = None
     cache_gb: Annotated[float, Field(gt=0, le=1e6)] = 16.0  # maximum size of that cache, in GB
@@ -163,7 +165,7 @@ class Evaluate(Strict):
     patience: Positive | None = None  # evaluations without improvement before stopping
     # value of the metric; the result records the steps and seconds until it was reached
     target: float | None = None
-    # examples per batch of the longest texts; batches of shorter texts have more, with as many
-    # tokens; null: train.batch / train.accumulate, and for a classifier this times the number of
-    # layers that learn
+    # examples per batch if all are as long as the longest; a batch of shorter ones has more, with
+    # as many tokens. null: train.batch / train.accumulate; for a classifier, this times the number
+    # of layers with trainable weights
     batch: Positive | None = None

@@ -106,7 +106,10 @@ class Scales(Strict):
 
 
 def _all_but(learns: str) -> tuple[str, ...]:
-    """Return selections that freeze all but `learns` and an untied head."""
+    """Return selections that freeze all but `learns` and an untied head.
+
+    `embedding` is named, so that a head that is tied to it is frozen in spite of `!head`.
+    """
     return ("all", "embedding", f"!{learns}", "!head")
 
 

@@ -1,1 +1,1 @@
-"""Surgery on models: freezing, splitting, growing and initialising weights."""
+"""Surgery on models: freezing, splitting, growing, initialising, auditing and saving weights."""

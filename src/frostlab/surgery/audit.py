@@ -34,7 +34,7 @@ class Audit:
         return f"Audit({self.model}: {counts} tensors)"
 
     def verify(self, model: nn.Module, *, moved: bool = False) -> None:
-        """Raise FrozenWeightsMoved with the names of all frozen tensors that changed.
+        """Raise FrozenWeightsMoved with the names of all frozen tensors that changed or are gone.
 
         With `moved`, also raise TrainableWeightsStayed with the names of all tensors that were
         trainable and of which no bit has changed.

@@ -30,7 +30,7 @@ Source = Literal["weights", "gaussian", "identity"]
 _ONE_PASS = 16.0  # up to this condition number, one Cholesky pass is precise enough
 _RUN = 512  # columns per partial product in a Gram matrix on a GPU
 _TINY = 1e-12  # a batch is rescaled if a matrix's largest entry is below this or above 1 / this
-_AT_ONCE = 2**28  # elements that a GPU factorises in one batch: 1 GiB of float32
+_AT_ONCE = 2**28  # a GPU factorises about so many elements in one batch: 1 GiB of float32
 _SINGULAR = 1e6  # above this condition number, QR replaces Cholesky
 _LIMIT = {torch.float32: 2e-6, torch.float64: 1e-13}  # largest accepted |Q·Qᵀ − I| after two passes
 

@@ -44,7 +44,8 @@ def load_signals(data: EEGData, data_dir: Path | None, cache: Path) -> Signals:
     place = data.name if folder is None else str(folder.resolve())
     splits = {}
     for role, recordings in source.splits.items():
-        hop = data.hop if role == "train" else data.length  # only the last window may overlap
+        # except in train, only the last window of a recording may overlap another
+        hop = data.hop if role == "train" else data.length
         subjects = tuple(rows.get(recording.subject, UNSEEN) for recording in recordings)
         drawn = data.windows if role == "train" else None
         digest = digest_of([source.digest, role, data.length, hop, *([drawn] if drawn else [])])
@@ -152,7 +153,7 @@ def load_eeg(
 
 
 def windows_of(recordings: Sequence[Recording], subjects: Sequence[str], length: int) -> Windows:
-    """Return recordings as windows of which only the last may overlap.
+    """Return recordings as windows; only the last window of a recording may overlap another.
 
     `subjects` are the subjects that the model was trained on.
     """

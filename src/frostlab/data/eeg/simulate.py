@@ -27,7 +27,7 @@ _WIDTHS = (0.018, 0.025, 0.04)  # s, widths of the three waves
 _HEIGHTS = (0.6, -1.0, 0.8)  # median amplitudes of the three waves
 _DELAY = 0.1  # s, maximum extra latency of a subject with non-linear responses
 _SHARES = {"background": 0.6, "alpha": 0.2, "blinks": 0.15, "sensors": 0.05}  # of the noise power
-_EXPONENT = 1.2  # loudness = amplitude to this power, amplitude = exp(envelope)
+_EXPONENT = 1.2  # the loudness in the non-linear drive is exp(envelope) to this power
 _ADAPTATION = 0.25  # s, time constant of the adaptation to loudness
 _SUSTAINED = 0.5  # weight of the loudness in the non-linear drive; its onsets have weight 1
 GRID = 257  # number of frequencies at which spectra are computed
