@@ -39,7 +39,6 @@ GAIN = (
     "that also selects the weights.) "
 )
 _SHOWN_DOUBTS = 12  # on the first screen
-_DRAWN_ARMS = 4  # whose decoded envelopes are drawn
 
 
 @dataclass(frozen=True)
@@ -472,8 +471,7 @@ def _heard(compared: Compared) -> list[Figure]:
     """Draw what the first run of each arm decoded, if the arms are decoders of EEG."""
     if not compared.evidence.subjects:
         return []
-    arms = compared.arms[:_DRAWN_ARMS]
-    runs = {arm: run.folder for arm in arms for run in compared.runs(arm)[:1]}
+    runs = {arm: run.folder for arm in compared.arms for run in compared.runs(arm)[:1]}
     return eeg_run.of_arms(compared.folder, runs)
 
 

@@ -289,6 +289,7 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
      "取自录音中段。",
      "{name}：聞いた音声の包絡と、各群の最初の実行が復号した包絡。平均 0、分散 1 に標準化し、"
      "録音の中ほどを示す。"),
+    ("Only the first four arms are drawn.", "只画出前四组。", "最初の四群だけを示す。"),
     ("The norm of the first convolution's weights for each electrode, whose signals are "
      "standardized: how strongly the model reads it, not how much its result depends on it.",
      "第一层卷积对每个电极的权重范数（信号已标准化）：表示模型读取该电极的强度，而非结果对它的"

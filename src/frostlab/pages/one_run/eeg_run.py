@@ -23,6 +23,7 @@ from frostlab.text import plain, short
 
 DECODED, HEARD = "decoded.npz", "heard.npz"
 _CONVOLUTION = "cnn.0.conv.weight"  # the Conformer's first layer: (filters, channels, taps)
+_TRACED_ARMS = 4  # of a comparison, whose envelopes and electrodes are drawn
 _SECONDS = 10.0  # of a trace
 
 
@@ -85,7 +86,7 @@ def of_arms(folder: Path, runs: Mapping[str, str]) -> list[Figure]:
     """Draw r by subject and decoded envelopes, of one run of each arm, and the electrodes it reads.
 
     `runs` are the runs' folders by arm, relative to the comparison's folder. A run whose files
-    cannot be read is left out.
+    cannot be read is left out. Envelopes and electrodes are drawn of the first four arms.
     """
     scores, envelopes, maps = {}, {}, []
     for arm, run in runs.items():
@@ -121,15 +122,18 @@ def of_arms(folder: Path, runs: Mapping[str, str]) -> list[Figure]:
         rate = next(iter(others.values())).settings.rate
         signals = {arm: own[name] for arm, own in envelopes.items() if name in own}
         if signals and name in heard:
-            rows = _excerpt(signals | {"heard": heard[name]}, rate)
+            drawn = dict(list(signals.items())[:_TRACED_ARMS])
+            rows = _excerpt(drawn | {"heard": heard[name]}, rate)
             caption = (
                 f"{plain(name)}, {meaning}: the envelope of the heard speech, and what the first "
                 "run of each arm decoded, with mean zero and variance one, in the middle of the "
                 "recording."
             )
+            if len(drawn) < len(signals):
+                caption += " Only the first four arms are drawn."
             shown.append(Figure(f"trace-{_name(split)}", f"Decoded envelopes: {meaning}",
                                 draw_excerpt(rows), caption, rows, files))  # fmt: skip
-    return [*shown, *maps]
+    return [*shown, *maps[:_TRACED_ARMS]]
 
 
 def _envelopes(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
