@@ -195,7 +195,7 @@ def draw_subjects(rows: Rows, best: float | None = None) -> Any:
             x=x,
             y="r:Q",
             color=alt.Color("decoder:N", sort=decoders, title=None, legend=legend),
-            shape=alt.Shape("decoder:N", sort=decoders, title=None, legend=legend),
+            shape=alt.Shape("decoder:N", sort=decoders, legend=None),
             tooltip=[
                 "subject:N",
                 "decoder:N",
