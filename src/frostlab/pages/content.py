@@ -244,7 +244,7 @@ class Cell:
     """A text of a report, with the place in a record that it comes from, if it has one."""
 
     text: str
-    file: str | None = None  # relative to the reported folder; None if the text is no record's
+    file: str | None = None  # relative to the reported folder; None if it is not from a record
     pointer: str = ""  # into the file
     format: str = "text"  # name of the format in `FORMATS`
     alarm: bool = False  # whether it is shown in red

@@ -202,7 +202,7 @@ def mean_points(
     places: Sequence[Mapping[int, float]] = (),
     most: int = POINTS,
 ) -> list[dict[str, Any]]:
-    """Return the mean over runs by step, with the band mean ± standard deviation, in `most` points.
+    """Return the mean over runs by step, with the band mean ± standard deviation.
 
     On a logarithmic scale these are the geometric mean and standard deviation. `places` are the
     runs' positions on the x axis by step, whose means are used; by default x is the step. A point

@@ -19,7 +19,7 @@ def generated_texts(
 
     `runs` are names to show, with the folder of each run relative to the reported folder. If all
     names are empty, the table has no column for them. A file that cannot be read is left out, and
-    the error is added to `problems`; a run without samples is skipped.
+    the error is added to `problems`, if given; a run without samples is skipped.
     """
     by_prompt: dict[str, list[tuple[str | Cell, ...]]] = {}
     first, named = "", False
