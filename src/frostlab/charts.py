@@ -29,9 +29,9 @@ SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down"
 GREY, RED = "#8c8c8c", "#d62728"
 _FONT = "Liberation Sans, Arial, Helvetica, Noto Sans CJK SC, Noto Sans CJK JP, sans-serif"
 _INK = "#222222"  # text on white; in a page, text has the page's own colour
-LONGEST = 100  # characters of a text in a chart
-_LARGEST = 1e300  # larger numbers are not drawn, like infinity
-LABEL = 40  # characters of a label at an axis, whose width is slow to measure
+LONGEST = 100  # most characters of a text in a chart
+_LARGEST = 1e300  # larger numbers, such as infinity, are not drawn
+LABEL = 40  # most characters of a label at an axis, whose width is slow to measure
 _ID = re.compile(r'( id="|"url\(#)((?:clip|gradient_)\d+)(?=[")])')
 _ATTRIBUTE = re.compile(r' ([\w:-]+)="([^"]*)"')
 _SHAPE = re.compile(r'<(path|rect|line|circle)((?: [\w:-]+="[^"]*")+)(/?)>')

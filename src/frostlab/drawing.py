@@ -47,7 +47,7 @@ class Drawer:
         from frostlab.errors import require
 
         library = Path(require("vl_convert", "report", "drawing a chart").__file__).parent.parent
-        # -I and -S: the program finds only the standard library and this folder
+        # -I and -S: the program imports from the standard library and from `library` only
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(library)],
             stdin=subprocess.PIPE,
@@ -69,7 +69,7 @@ class Drawer:
     def later(
         self, work: Callable[_Values, _Result], *values: _Values.args, **options: _Values.kwargs
     ) -> "Future[_Result]":
-        """Call a function that uses this drawer in a thread, after those of earlier calls."""
+        """Call a function in the drawer's thread, after the functions of earlier calls."""
         return self._thread.submit(work, *values, **options)
 
     def svg(self, text: str) -> str:

@@ -102,7 +102,7 @@ def _rules(style: Style, letters: Iterable[str]) -> Iterator[str]:
 def _fonts(style: Style, letters: Iterable[str]) -> list[Any]:
     """Return the fonts with which the drawing library draws letters, in order of their names."""
     vl_convert = require("vl_convert", "report", "drawing a chart")
-    # letters of their own make no ligatures; a lone space would be dropped
+    # one text for each letter, so that no ligatures form; a lone space would be dropped
     texts = "".join(
         f'<text xml:space="preserve">{"n n" if letter == " " else escape(letter)}</text>'
         for letter in letters
@@ -127,7 +127,7 @@ def _fonts(style: Style, letters: Iterable[str]) -> list[Any]:
             for glyph, code in _CODES.findall(_stream(objects[_reference(body, "ToUnicode")]))
             if len(letter := bytes.fromhex(code.decode()).decode("utf-16-be", "replace")) == 1
         }
-        codes = {code: glyph for code, glyph in codes.items() if glyph}  # 0: no such letter
+        codes = {code: glyph for code, glyph in codes.items() if glyph}  # 0: the font lacks it
         title = re.search(rb"/FontName /(?:\w+\+)?([\w-]+)", descriptor)
         for key, make in (("FontFile2", _true_type), ("FontFile3", _cff)):
             if codes and title is not None and f"/{key}".encode() in descriptor:
@@ -150,7 +150,7 @@ def _stream(body: bytes) -> bytes:
 
 
 def _true_type(data: bytes, codes: Mapping[int, int], title: str) -> Any:
-    """Return a TrueType font of a PDF, without hints for small screens."""
+    """Return a TrueType font of a PDF, without its hinting for small screens."""
     from fontTools.ttLib import TTFont
 
     font = TTFont(io.BytesIO(data), recalcTimestamp=False)
@@ -163,7 +163,7 @@ def _true_type(data: bytes, codes: Mapping[int, int], title: str) -> Any:
 
 
 def _cff(data: bytes, codes: Mapping[int, int], title: str) -> Any:
-    """Return a font with PostScript outlines of a PDF, of which there is only the CFF table."""
+    """Return a font with PostScript outlines, of which a PDF holds only the CFF table."""
     from fontTools.fontBuilder import FontBuilder
     from fontTools.pens.basePen import NullPen
     from fontTools.ttLib import TTFont, newTable
@@ -189,7 +189,7 @@ def _cff(data: bytes, codes: Mapping[int, int], title: str) -> Any:
 
 
 def _completed(font: Any, codes: Mapping[int, int], title: str) -> Any:
-    """Add the tables that a PDF does without and a browser needs."""
+    """Add the tables that a browser needs and a font in a PDF lacks."""
     from fontTools.fontBuilder import FontBuilder
 
     order = font.getGlyphOrder()

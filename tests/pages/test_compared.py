@@ -390,8 +390,20 @@ def test_data_environment_rules_and_methods(compared: Path) -> None:
     assert "tokenizer" not in settings
     paragraph, entry = section(report, "methods")
     assert "orthogonal, frozen; the rest trains" in text_of(paragraph)
+    assert "All rules were fixed before the runs." in text_of(paragraph)
     assert text_of(entry).startswith("@software{frostlab,\n")
     assert text_of(entry).count("{") == text_of(entry).count("}")
+
+
+def test_methods_of_runs_chosen_after_the_fact(compared: Path, tmp_path: Path) -> None:
+    def choose(values: dict[str, Any]) -> None:
+        plan = values["plan"]
+        runs = {arm["name"]: {seed: f"{seed}" for seed in plan["seeds"]} for arm in plan["arms"]}
+        plan.update(runs=runs, clock=None, assay=False, rounds=0, tune=[], contrasts=[])
+
+    report = document(changed(compared, tmp_path / "chosen", choose), "en")
+    text = text_of(section(report, "methods")[0])
+    assert "All rules were fixed after the runs had ended." in text
 
 
 def test_a_language_model_is_compared_by_ratios(spoken: Path) -> None:

@@ -215,7 +215,7 @@ def test_nothing_is_drawn_beyond_the_ends_of_a_scale(compared: Path, tmp_path: P
     shown = opened(folder, arms=arms)
     bars = only(drawn.metric_bars(shown), "metric-means")
     curves = only(drawn.training_curves(shown), "training-curves")
-    cut = "cut off at the ends of the scale"
+    cut = "cut off at the smallest and largest possible value"
     for figure in (bars, curves):
         assert cut in figure.caption
         assert max(row["high"] for row in figure.rows) == 1.0

@@ -243,10 +243,14 @@ def test_a_watched_run_shows_its_flow_and_alarms(tmp_path: Path) -> None:
     ]  # fmt: skip
     folder = made(tmp_path / "run", events)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"watch": {"every_n_steps": 1}}))
-    targets = [{"name": "front_ratio", "value": 0.05, "wanted": 0.1, "reached": False}]
+    targets = [
+        {"name": "front_ratio", "value": 0.05, "wanted": 0.1, "reached": False},
+        {"name": "perplexity", "value": 30.0, "wanted": 20.0, "reached": False},
+    ]
     (folder / "targets.json").write_text(json.dumps({"targets": targets}))
     shown = document(folder, "en")
     assert "Target missed: front ratio 0.05, wanted above 0.1." in alarms(shown)
+    assert "Target missed: perplexity 30, wanted below 20." in alarms(shown)
     assert any(text.startswith("Gradient flow: ") and "head" in text for text in alarms(shown))
     cells = figure(shown, "flow-gradient").rows
     assert {(cell["row"], cell["step"]) for cell in cells} == {

@@ -109,7 +109,7 @@ class Compared:
 
     @cached_property
     def curves(self) -> dict[str, list[Curve]]:
-        """Curves of the finished runs by arm, read once from their events."""
+        """Curves of the finished runs that can be paired, by arm, read once from their events."""
         return drawn.read_curves(self)
 
     def cell(self, *keys: str | int, format: str = "number", alarm: bool = False) -> Cell:
@@ -171,7 +171,7 @@ def _cautions(compared: Compared) -> list[Paragraph]:
                      "one is worthwhile.")  # fmt: skip
     if evidence.plan.runs:
         texts.append("The runs were chosen after they had ended, so the statements hold only if "
-                     "nobody knew their results.")  # fmt: skip
+                     "the choice did not depend on their results.")  # fmt: skip
     return blocks + [words(text, alarm=True) for text in texts]
 
 
@@ -423,7 +423,7 @@ def _saving(compared: Compared, arm: str) -> list[str | Cell]:
 
 
 def _cost(compared: Compared, arm: str) -> list[str | Cell]:
-    """Say what the saved parameters cost, as far as the interval shows it."""
+    """Say what an arm costs in performance, as far as the interval shows it."""
     verdict = compared.evidence.verdicts[arm]
     margin, limit = verdict.margin, compared.cell(format="margin")
     if verdict.word == "better":
@@ -468,7 +468,7 @@ def _orthogonality(compared: Compared) -> list[str | Cell]:
 
 
 def _heard(compared: Compared) -> list[Figure]:
-    """Draw what the first run of each arm decoded, if the arms are decoders of EEG."""
+    """Draw what the first run of each of the first arms decoded, if the arms are EEG decoders."""
     if not compared.evidence.subjects:
         return []
     runs = {arm: run.folder for arm in compared.arms for run in compared.runs(arm)[:1]}
@@ -499,7 +499,7 @@ SECTIONS: tuple[tuple[str, str, tuple[Make, ...]], ...] = (
     ("differences", "What differs between the arms", (facts.differences,)),
     ("data", "Data", (facts.data,)),
     ("environment", "Environment", (facts.environment,)),
-    ("rules", "The rules fixed beforehand", (facts.rules,)),
+    ("rules", "The rules", (facts.rules,)),
     ("runs", "Every run", (facts.runs,)),
     ("notes", "Notes and tags", (facts.notes,)),
     ("methods", "Methods", (facts.methods,)),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _SHOWN_CLASSES = 60  # most rows of the table of classes
 _LENGTHS = {"least": "shortest", "median": "median", "mean": "mean", "most": "longest",
-            "cut": "cut"}  # fmt: skip
+            "cut": "examples cut"}  # fmt: skip
 
 
 def confounds(compared: "Compared") -> list[Paragraph]:
@@ -118,7 +118,8 @@ def data(compared: "Compared") -> list[Block]:
             "repeated texts", "contradicting labels", "source", "note", "digest"]  # fmt: skip
     blocks: list[Block] = [table("splits", "Splits", head, rows,
                                  "train is trained on, tune selects the weights, report gives the "
-                                 "reported numbers.")]  # fmt: skip
+                                 "reported numbers. Without tune, report selects the weights, "
+                                 "too.")]  # fmt: skip
     if lengths:
         blocks.append(table("lengths", "Lengths of the examples, in tokens",
                             ["split", *_LENGTHS.values()], lengths))  # fmt: skip
@@ -171,7 +172,7 @@ def environment(compared: "Compared") -> list[Block]:
 
 
 def rules(compared: "Compared") -> list[Block]:
-    """Return the rules and the settings that were fixed before the runs."""
+    """Return the rules of the verdicts, and the recipe that all arms share."""
     plan = compared.evidence.plan
     rows: list[Row] = [
         ["metric", compared.cell("plan", "rules", "metric", format="text")],
@@ -293,10 +294,10 @@ def methods(compared: "Compared") -> list[Block]:
         pieces += [f"{plain(setting.key)} was tuned for every arm on the same grid (",
                    compared.cell("tuning", number, "values", format="list"),
                    "); the value for a seed was chosen by the other seeds. "]  # fmt: skip
-    change = "ratios" if ratio else "differences"
+    mean = "geometric mean of the ratios to" if ratio else "mean of the differences from"
     pieces += [
-        f"The effect on {metric} is the mean of the {change} to {compared.baseline}, paired by "
-        "seed, with intervals that hold simultaneously for all statements (confidence ",
+        f"The effect on {metric} is the {mean} {compared.baseline}, paired by seed, with "
+        "intervals that hold simultaneously for all statements (confidence ",
         compared.cell(format="confidence"), "). ",
     ]  # fmt: skip
     if evidence.timing is not None:
@@ -304,7 +305,8 @@ def methods(compared: "Compared") -> list[Block]:
             "Steps were timed in turns in one process, against further copies of the baseline as "
             "controls, on ", compared.cell("timing", "device", format="text"), ". ",
         ]  # fmt: skip
-    pieces += ["All rules were fixed before the runs. Trained on ",
+    fixed = "after the runs had ended" if plan.runs else "before the runs"
+    pieces += [f"All rules were fixed {fixed}. The runs were trained on ",
                compared.cell("made", "machine", format="text"), " with PyTorch ",
                compared.cell("made", "versions", "torch", format="text"), " and frostlab ",
                compared.cell("made", "versions", "frostlab", format="text"), "."]  # fmt: skip

@@ -24,7 +24,7 @@ _EVIDENCE = "evidence.json"
 _ALPHA = 0.05  # error level of the intervals of means, which belong to no verdict
 _SPREAD = 1.5  # tuned perplexities that span more are drawn on a logarithmic scale
 _DECADE = 10.0  # a loss or a perplexity that spans more is drawn on a logarithmic scale
-_SYMBOLS = 16  # most symbols on a line
+_SYMBOLS = 16  # about how many symbols a line has
 _HEAT_ROWS, _HEAT_COLUMNS, _HEAT_ARMS = 24, 24, 8  # of heat maps
 _LOGARITHMIC = ("loss", "perplexity")
 _QUANTITIES = {  # of gradient flow, by their keys in evidence.json
@@ -40,7 +40,7 @@ _MEMORY = {  # sizes in evidence.json's timing, by key
 
 
 def read_curves(compared: "Compared") -> dict[str, list[Curve]]:
-    """Return the curves of each arm's finished runs, without runs whose events are missing."""
+    """Return the curves of each arm's finished runs that can be paired and have their events."""
     span = _span(compared)
     read = {
         arm: [read_curve(compared.folder / run.folder, span) for run in compared.runs(arm)]
@@ -206,9 +206,10 @@ def training_curves(compared: "Compared") -> list[Figure]:
 def step_times(compared: "Compared") -> list[Figure]:
     """Draw the time of a training step by step."""
     times = {arm: [curve.step_ms for curve in curves] for arm, curves in compared.curves.items()}
+    note = f"The first steps, which are slower, are left out. {_averaged(compared)}".strip()
     return _curves(
         compared, "step-time-curve", "Time of a training step during the runs", "step", "ms a step",
-        times, {}, False, f"Steps of the warm-up are left out. {_averaged(compared)}".strip(),
+        times, {}, False, note,
     )  # fmt: skip
 
 
@@ -237,7 +238,7 @@ def cost_curves(compared: "Compared") -> list[Figure]:
         compared, "metric-by-flops", f"{plain(metric)} on the {split} split against work",
         "FLOPs of the training steps", plain(metric),
         {arm: runs for arm, runs in values.items() if arm in flops}, flops, log,
-        "FLOPs are the matrix products of the timed steps, times the number of steps.", short=True,
+        "FLOPs: those of a timed step's matrix products, times the number of steps.", short=True,
     ) if flops else []  # fmt: skip
     return drawn
 
@@ -316,9 +317,9 @@ def _curves(
     if any(point["low"] is not None for point in points):
         caption += " The band is one standard deviation around it."
     if log:
-        caption += " Both are on the logarithmic scale."
+        caption += " Means and deviations are geometric."
     if not all(point["all"] for point in points):
-        caption += " The line is dashed where some runs had ended."
+        caption += " The line is dashed where some runs have no value."
     files = tuple(f"{run.folder}/events.jsonl" for arm in values for run in compared.runs(arm))
     return [Figure(name, title, chart, f"{caption} {note}".strip() + cut_off, points, files)]
 
@@ -367,8 +368,8 @@ def time_ratios(compared: "Compared") -> list[Figure]:
         )
     if any("ceiling" in row for row in rows):
         caption += (
-            " The red mark is the ceiling: the smallest ratio that the FLOPs saved by the "
-            "treatment explain."
+            " The red mark is the ceiling of the speed-up: the smallest ratio that the FLOPs saved "
+            "by the treatment explain."
         )
     if not timing.proven:
         caption += " These times are unproven."
@@ -433,7 +434,7 @@ def _response(compared: "Compared", index: int) -> Figure | None:
     caption = (
         "Mean over seeds of the best score on the split that selects the weights, with its 95 % "
         "interval; all arms have the same scale. Filled symbols are the values that were chosen, "
-        "with the number of seeds above them; for each seed, the scores of the other seeds choose."
+        "with the number of seeds above them; the other seeds' scores choose the value for a seed."
     )
     if len(means) < len(rows):
         caption += " A red × is a value with which a run did not finish."
@@ -480,7 +481,7 @@ def _flow_ratios(compared: "Compared") -> list[Figure]:
 
 
 def _heat_maps(compared: "Compared") -> list[Figure]:
-    """Draw the gradient norm of every part by step, for the first watched run of each arm."""
+    """Draw the gradient norm of parts or layers by step, for the first run of the first arms."""
     grids: dict[str, Grid] = {}
     files = []
     for arm in compared.arms[:_HEAT_ARMS] if compared.evidence.flow else ():
@@ -494,8 +495,8 @@ def _heat_maps(compared: "Compared") -> list[Figure]:
         return []
     chart = figures.heat_maps(cells, list(grids), "gradient norm")
     caption = (
-        "Norm of the gradient of each part of the model by step, in the first run of each arm; all "
-        "arms have the same scale."
+        "Norm of the gradient of each part or layer by step, in the last stage of each arm's first "
+        "run; all arms have the same scale."
     )
     drawn = {cell["sign"] for cell in cells}
     explained = [f"{sign} is {MEANINGS[kind]}" for kind, sign in SIGNS.items()
@@ -563,7 +564,8 @@ def _memory(compared: "Compared") -> list[Figure]:
         return []
     kinds = [kind for kind in _MEMORY.values() if any(row["kind"] == kind for row in rows)]
     chart = figures.sizes(rows, compared.arms, "bytes", kinds, stacked=False)
-    caption = "Memory of each arm in the timed steps."
+    caption = "Memory of each arm's timed model."
+    caption += " The peak is that of its first steps, before timing." * ("peak memory" in kinds)
     return [Figure("memory", "Memory", chart, caption, rows, (_EVIDENCE,))]
 
 

@@ -23,7 +23,7 @@ _FLOW = {  # title of each gradient-flow quantity
 _SEGMENTS = {
     "seen": "subjects trained on",
     "unseen": "subjects not trained on",
-    "score": "score",
+    "score": "challenge score",
 }
 
 
@@ -178,8 +178,9 @@ def further_numbers(compared: "Compared") -> list[Block]:
         "difference that 8 of 10 such comparisons would find. P(improvement): how often a "
         "run of the arm beats a run of the baseline, over all pairs of runs. P(cost > margin): "
         "posterior probability under a flat prior. However often one looks: an interval that stays "
-        "valid if seeds are added until it excludes no difference. For other test examples: seeds "
-        "and test examples are both taken as samples. No verdict follows from these numbers."
+        "valid if seeds are added until it no longer contains zero (or the ratio 1). For other "
+        "test examples: seeds and test examples are both taken as samples. No verdict follows from "
+        "these numbers."
     )
     return [table("further-numbers", "Further numbers without a verdict", head, rows, note)]
 
@@ -208,8 +209,8 @@ def _step_times(compared: "Compared") -> list[Block]:
             compared.cell(*keys, "optimizer_bytes", format="bytes"),
             compared.cell(*keys, "checkpoint_bytes", format="bytes"),
         ])  # fmt: skip
-    head = ["arm", "step", "ratio to the baseline", "FLOPs allow", "verdict", "remark", "kind",
-            "peak memory", "optimizer", "trained weights"]  # fmt: skip
+    head = ["arm", "step", "ratio to the baseline", "FLOPs allow", "verdict", "remark",
+            "kind of step", "peak memory", "optimizer state", "trainable weights"]  # fmt: skip
     note = (
         "Median time of a step; the arms took turns in one process. The intervals of all ratios "
         "hold simultaneously. FLOPs allow: the smallest ratio that the saved matrix products "
@@ -272,8 +273,9 @@ def _run_times(compared: "Compared") -> list[Block]:
         "Means over the finished runs; the times per epoch and per step leave out validation. Time "
         "saved is (T of the baseline − T of the arm) / T of the baseline, for whole runs. Gaps of "
         "whole runs have 95 % intervals; the gap of a step has the interval of its verdict. A gap "
-        "in red is unproven or confounded; whole runs do not take turns and have no control, so "
-        "their gaps are unproven. Variation is the standard deviation divided by the mean."
+        "in red is unproven or confounded; the runs of the seeds do not take turns and have no "
+        "control, so their gaps are unproven. Variation is the standard deviation "
+        "divided by the mean."
     )
     scaled = any(
         compared.records.value(TIMING, "timing", compared.key(name), "per_epoch_scaled")
@@ -357,7 +359,7 @@ def tuning(compared: "Compared") -> list[Block]:
                     remark,
                 ])  # fmt: skip
         title = f"Tuning of {plain(setting.key)}"
-        head = ["arm", setting.key, "score [95 %]", "seeds that chose it", "remark"]
+        head = ["arm", setting.key, "score [95 %]", "seeds it was chosen for", "remark"]
         note = (
             "Score: the mean over the seeds of the metric, on the split that selects the weights. "
             "The grid is the same for every arm. The value for each seed is chosen by the scores "
@@ -442,7 +444,9 @@ def subjects(compared: "Compared") -> list[Block]:
     if segments:
         head = ["arm", *_SEGMENTS.values(), "score against the baseline [95 %]"]
         blocks.append(table("segments", "r on segments", head, segments,
-                            "Mean ± standard deviation over seeds."))  # fmt: skip
+                            "Mean ± standard deviation over seeds. The challenge score is two "
+                            "thirds of r on subjects trained on and one third of r on the "
+                            "others."))  # fmt: skip
     return blocks
 
 
@@ -462,8 +466,8 @@ def gradients(compared: "Compared") -> list[Block]:
         "the first two layers, output is the head. Front/output gradient: the largest absolute "
         "gradient of a tensor at the last measured step, averaged over the front's tensors, "
         "relative to the head's. Weight change: the relative change of a tensor's range since the "
-        "first measured step. Update/weight: the median over the front's weights and biases, then "
-        "over the measured steps."
+        "first measured step. Update/weight: the median over the front's parts, such as the "
+        "query of a layer, then over the measured steps."
     )
     return [
         table(

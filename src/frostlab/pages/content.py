@@ -1,9 +1,9 @@
 """The content of a report, from which its page, its Markdown and its tables are written.
 
-Every number of a report is a `Cell`, which says where it comes from: a JSON file (or a recipe's
-YAML) in the reported folder, a pointer into it (RFC 6901, such as `/verdicts/oelm/paired`) and the
-name of the format in which it is shown. So anyone can look it up, and a test can check every number
-of a page.
+Every number in the tables and texts of a report that comes from a record is a `Cell`, which says
+where it comes from: a JSON file (or a recipe's YAML) in the reported folder, a pointer into it
+(RFC 6901, such as `/verdicts/oelm/paired`) and the name of the format in which it is shown. So
+anyone can look it up, and a test can check every number of a page.
 """
 
 import os
@@ -49,14 +49,14 @@ _TIMES = ("train_seconds", "validation_seconds", "checkpoint_seconds")
 
 
 def _change(metric: str, stages: list[dict[str, Any]]) -> str:
-    """Return how much better the last stage's best evaluation is than the first stage's."""
+    """Show how much better the last stage's best evaluation is than the first stage's."""
     sign, show = _CHANGES[metric]
     first, last = (stages[place]["metrics"].get(metric) for place in (0, -1))
     return NONE if first is None or last is None else show(sign * (last - first))
 
 
 def _share(part: str, clocks: dict[str, Any]) -> str:
-    """Return a part of the total time in percent."""
+    """Show a part of the total time in percent."""
     return f"{clocks[part] / clocks['total_seconds']:.1%}" if clocks["total_seconds"] else NONE
 
 
@@ -241,14 +241,14 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
 
 @dataclass(frozen=True)
 class Cell:
-    """A text of a report; if it shows a number, with the place that the number comes from."""
+    """A text of a report, with the place in a record that it comes from, if it has one."""
 
     text: str
-    file: str | None = None  # relative to the reported folder; None for words
+    file: str | None = None  # relative to the reported folder; None if it is not from a record
     pointer: str = ""  # into the file
     format: str = "text"  # name of the format in `FORMATS`
     alarm: bool = False  # whether it is shown in red
-    link: str | None = None  # of words: path from the reported folder to the report that they name
+    link: str | None = None  # path from the reported folder to the report that the text names
 
     @property
     def is_number(self) -> bool:
@@ -370,7 +370,7 @@ class Records:
         self._files[file] = value
 
     def value(self, file: str, *keys: str | int) -> Any:
-        """Return a value of a file; None if a key on the way to it is missing or null."""
+        """Return a value of a file; None if the file or a key is missing, or the value is null."""
         if file not in self._files:
             try:
                 self._files[file] = read_record(self.folder / file)

@@ -202,11 +202,11 @@ def mean_points(
     places: Sequence[Mapping[int, float]] = (),
     most: int = POINTS,
 ) -> list[dict[str, Any]]:
-    """Return the mean over runs, with the band mean ± standard deviation, at every step.
+    """Return the mean over runs by step, with the band mean ± standard deviation.
 
     On a logarithmic scale these are the geometric mean and standard deviation. `places` are the
     runs' positions on the x axis by step, whose means are used; by default x is the step. A point
-    of one run has no band.
+    of one run has no band. If there are more than `most` steps, the points are `thinned`.
     """
     points = []
     for step in sorted({step for run in runs for step in run}):

@@ -68,7 +68,7 @@ def page(document: Document, drawings: Mapping[str, str] | None = None) -> str:
 
 
 def colour_of(number: int) -> str:
-    """Return the colour of the arm with this number in the plan."""
+    """Return the colour of an arm, by its place among the report's arms, from 0."""
     return PALETTE[number % len(PALETTE)]
 
 
@@ -117,7 +117,7 @@ def vega() -> str:
 
 
 def build_vega(bundle: Callable[[], str]) -> Path:
-    """Return the cache's folder of the scripts; `bundle` makes them if it does not exist yet."""
+    """Return the cache's folder of the scripts; `bundle` makes them if they are not there yet."""
     _, vl_convert = require_drawing("a report")
 
     def build(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The charts of a comparison's report, one function each; all of them take rows and return a chart.
+"""The charts of a comparison's report, one function each, which turns rows into a specification.
 
 Colours and shapes follow the order of the plan's arms. The rows hold the intervals and bands; the
 chart library computes none. `hidden_arms` is a Vega signal, which the page's script sets to the
@@ -44,7 +44,7 @@ def cut_off(rows: Rows, quantity: str) -> str:
             whole = row["low"], row["high"]
             row["low"], row["high"] = max(row["low"], least), min(row["high"], most)
             is_cut |= whole != (row["low"], row["high"])
-    return " Bands and intervals are cut off at the ends of the scale." * is_cut
+    return " Bands and intervals are cut off at the smallest and largest possible value." * is_cut
 
 
 def _altair() -> Any:
@@ -172,7 +172,7 @@ def clipped(rows: Rows, domain: tuple[float, float]) -> list[dict[str, Any]]:
     """Return the rows that have a value, with the part of their interval that fits on the axis.
 
     `from` and `to` are the ends of this part. `beyond_low` and `beyond_high` are the ends of the
-    axis if the interval reaches them, else None.
+    axis if the interval goes beyond them, else None. A row without an interval gets no such keys.
     """
     drawn = []
     for row in rows:
@@ -228,9 +228,9 @@ def paired_differences(
 ) -> Any:
     """Draw each seed's paired difference as a dot, with each arm's effect and its interval.
 
-    A dashed line is no difference; a grey bar is the range of effects that are too small to be
-    found. `seeds` have arm, seed, value and text; `effects` have arm, effect, low, high, text and,
-    if known, seen_low and seen_high, the ends of the grey bar.
+    A dashed line is no difference; a true effect inside the grey bar would be missed in more than
+    2 of 10 such comparisons. `seeds` have arm, seed, value and text; `effects` have arm, effect,
+    low, high, text and, if known, seen_low and seen_high, the ends of the grey bar.
     """
     alt = _altair()
     drawn = [arm for arm in arms if any(row["arm"] == arm for row in effects)]
@@ -251,7 +251,7 @@ def paired_differences(
         height=44, color=GREY, opacity=0.2, clip=True, cornerRadius=3
     ).encode(x=x("seen_low:Q"), x2="seen_high:Q", tooltip=[
         alt.Tooltip("arm:N"),
-        alt.Tooltip("seen:N", title="smallest effect that would be found"),
+        alt.Tooltip("seen:N", title="found in 8 of 10 such comparisons"),
     ])  # fmt: skip
     tooltip = [alt.Tooltip("arm:N"), alt.Tooltip("text:N", title="effect and interval")]
     intervals = _interval_layers(base.encode(tooltip=tooltip), x, colour, above=8)
@@ -283,8 +283,8 @@ def curves(
 ) -> Any:
     """Draw the mean of each arm's runs as a line with a band.
 
-    Points have arm, x, mean, low, high, runs, text, `all` (whether every run of the arm is in it;
-    a line is dashed where some had ended), `turn` (whether it is the last point before the dashed
+    Points have arm, x, mean, low, high, runs, text, `all` (whether every run of the arm has a
+    value; elsewhere the line is dashed), `turn` (whether it is the last point before the dashed
     part) and `dot` (whether it has a symbol). `short` shows numbers of the x axis as 1k, 1M, 1G.
     """
     alt = _altair()

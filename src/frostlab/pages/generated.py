@@ -15,11 +15,11 @@ SAMPLES = "samples.json"
 def generated_texts(
     records: Records, runs: Iterable[tuple[str, str]], problems: list[str] | None = None
 ) -> list[Block]:
-    """Return the samples of runs, prompt by prompt; none if no run has any.
+    """Return a table of the runs' samples, prompt by prompt; nothing if no run has any.
 
-    `runs` are names to show, with the folder of each run relative to the reported folder. With a
-    single name, which is empty, the table has no column for it. A file that cannot be read becomes
-    one of the `problems`, or is left out.
+    `runs` are names to show, with the folder of each run relative to the reported folder. If all
+    names are empty, the table has no column for them. A file that cannot be read is left out, and
+    the error is added to `problems`, if given; a run without samples is skipped.
     """
     by_prompt: dict[str, list[tuple[str | Cell, ...]]] = {}
     first, named = "", False
@@ -46,17 +46,18 @@ def generated_texts(
     rows = [row for found in by_prompt.values() for row in found]
     head = ("prompt", *(["arm"] if named else []), "generated text", "ended")
     settings: Sequence[str | Cell] = (
-        "The reported weights continue the first texts of the reporting split, and begin a new "
-        "text. Each next token is drawn at temperature ",
+        "The reported weights begin a new text, and continue the beginnings of texts from the "
+        "reporting split. Each token is drawn at temperature ",
         records.cell(first, "temperature"),
-        " from the most probable tokens with together ",
+        " from the most probable tokens, which together have ",
         records.cell(first, "top_p", format="percent of a ratio"),
-        " of the probability, up to ",
+        " of the probability, for at most ",
         records.cell(first, "max_tokens", format="count"),
         " tokens, always with the same random numbers.",
     )
     note = (
-        "A text ended at its own end (end), after the most tokens (length), or at the model's last "
-        "position (positions). A few texts show the manner of a model, not how good it is."
+        "Ended: with the token that ends a text (end), after the allowed number of tokens "
+        "(length), or at the model's last position (positions). A few texts show a model's style, "
+        "not its quality."
     )
     return [words(*settings), Table("samples", "Texts by prompt", head, tuple(rows), note)]

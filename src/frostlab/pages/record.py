@@ -75,7 +75,7 @@ def _block(block: Block) -> str:
         rows = [[_cell(cell) for cell in row] for row in block.rows]
         note = f"\n\n{escaped(block.note)}" if block.note else ""
         return f"{markdown_table(block.head, rows)}{note}"
-    if isinstance(block, Listing):  # no line of an indented block can end it
+    if isinstance(block, Listing):  # an indented block can hold any line
         return "\n".join(f"    {plain(line)}" for line in _text(block.pieces).split("\n"))
     return _figure(block)
 
@@ -144,7 +144,7 @@ def _configuration(compared: "Compared") -> list[Block]:
 
 
 def _results(compared: "Compared") -> list[Block]:
-    """Return best, total, per epoch, per step, validation, final loss and convergence by arm."""
+    """Return the table of results and times by arm, and the target of convergence."""
     metric = compared.evidence.rules.metric
     rows = []
     for name in compared.arms:

@@ -71,10 +71,9 @@ def _planned(records: Records, plan: Plan) -> Table:
         ("planned", records.cell(PLAN, "planned", format="day")),
     ]
     rows += [
-        ("arm" if number else "arms", records.cell(PLAN, "plan", "arms", number, "name",
-                                                   format="text"))
+        ("arm", records.cell(PLAN, "plan", "arms", number, "name", format="text"))
         for number, _ in enumerate(plan.arms)
-    ]  # fmt: skip
+    ]
     return Table("plan", "Plan", ("", ""), tuple(rows))
 
 

@@ -44,7 +44,8 @@ def report(folder: str | Path, language: str = "en") -> Path:
     Args:
         folder: folder of a run, a comparison, a group, or several comparisons. In a folder of
             several, every comparison also gets its own report, unless that is up to date.
-        language: language of the verdicts: en, zh or ja.
+        language: en, zh or ja: language of verdicts, headings and captions, where they are
+            translated; most texts of tables and all texts in charts are English.
     """
     folder = Path(folder)
     if language not in LANGUAGES:
@@ -88,8 +89,8 @@ Make = Callable[[Path, str], Document]
 def _kind(folder: Path) -> tuple[Make, tuple[str, ...]]:
     """Return the function that makes a folder's report, and the records that it is made from.
 
-    An unfinished comparison has no such records, so its report is never current: its runs change
-    all the time. Only the modules of this kind of report are imported.
+    An unfinished comparison or run has no such records, so its report is never current: its files
+    change all the time. Only the modules of this kind of report are imported.
     """
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder" if folder.exists() else f"no folder {folder}")
@@ -150,7 +151,7 @@ def _files(document: Document, drawer: Drawer) -> dict[str, bytes]:
         files[name] = (json.dumps(value, indent=1) + "\n").encode()
     drawings = {name: drawing.result() for name, drawing in drawn.items()}
     drawings_alone = {name: drawing.result() for name, drawing in alone.items()}
-    drawer.stop()  # it has more memory than this process
+    drawer.stop()  # its process uses more memory than this one
     for name, drawing in drawings_alone.items():
         for ending, data in figure_files(drawing).items():
             files[f"figures/{name}.{ending}"] = data

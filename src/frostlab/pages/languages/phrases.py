@@ -60,7 +60,7 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
     ("What differs between the arms", "各组之间的差别", "群間の違い"),
     ("Data", "数据", "データ"),
     ("Environment", "运行环境", "実行環境"),
-    ("The rules fixed beforehand", "事先确定的规则", "事前に定めた規則"),
+    ("The rules", "规则", "規則"),
     ("Every run", "全部运行", "すべての実行"),
     ("Notes and tags", "备注与标签", "メモとタグ"),
     ("Methods", "方法", "方法"),
@@ -73,10 +73,10 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
     ("A quick comparison with short runs: it shows no more than whether a full one is worthwhile.",
      "这是用短时运行做的快速比较，只能说明是否值得做完整的比较。",
      "短い実行による簡易比較であり、本格的な比較を行う価値があるかどうかしか示さない。"),
-    ("The runs were chosen after they had ended, so the statements hold only if nobody knew their "
-     "results.",
-     "这些运行是在结束之后才选入比较的，因此只有在选择者不知道结果时，结论才成立。",
-     "実行は終了後に選ばれたため、選んだ人が結果を知らなかった場合に限り結論は成り立つ。"),
+    ("The runs were chosen after they had ended, so the statements hold only if the choice did not "
+     "depend on their results.",
+     "这些运行是在结束之后才选入比较的，因此只有在选择不依赖其结果时，结论才成立。",
+     "実行は終了後に選ばれたため、選択が結果に依存しなかった場合に限り結論は成り立つ。"),
     ("{name} is confounded: it also differs from {baseline} in ",
      "{name} 存在混杂，它与 {baseline} 还有以下不同：",
      "{name} には交絡があり、{baseline} とは次の点も異なる："),
@@ -277,18 +277,19 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
     ("Decoded envelopes: {split}", "解码的包络：{split}", "復号した包絡：{split}"),
     ("Electrodes that {name} reads", "{name} 读取的电极", "{name} が読む電極"),
     # Captions
-    ("Pearson's r of each subject in the first run of each arm.",
-     "各组第一次运行中每位受试者的皮尔逊 r。", "各群の最初の実行における各被験者のピアソンの r。"),
+    ("Pearson's r of each subject in the first run of each arm shown.",
+     "图中各组第一次运行中每位受试者的皮尔逊 r。",
+     "図示した各群の最初の実行における各被験者のピアソンの r。"),
     ("The grey bars are the range by chance, in which nine of ten correlations of the first arm "
      "with mismatched envelopes lie.",
      "灰条是随机范围：第一组与错配包络的相关有九成落在其中。",
      "灰色の帯は偶然の範囲で、最初の群と対応しない包絡との相関の九割がこの中にある。"),
-    ("{name}: the envelope of the heard speech, and what the first run of each arm decoded, with "
-     "mean zero and variance one, in the middle of the recording.",
-     "{name}：所听语音的包络，以及各组第一次运行解码的包络，均标准化为零均值、单位方差，"
+    ("{name}: the envelope of the heard speech, and what the first run of each arm shown "
+     "decoded, with mean zero and variance one, in the middle of the recording.",
+     "{name}：所听语音的包络，以及图中各组第一次运行解码的包络，均标准化为零均值、单位方差，"
      "取自录音中段。",
-     "{name}：聞いた音声の包絡と、各群の最初の実行が復号した包絡。平均 0、分散 1 に標準化し、"
-     "録音の中ほどを示す。"),
+     "{name}：聞いた音声の包絡と、図示した各群の最初の実行が復号した包絡。平均 0、分散 1 に"
+     "標準化し、録音の中ほどを示す。"),
     ("Only the first four arms are drawn.", "只画出前四组。", "最初の四群だけを示す。"),
     ("The norm of the first convolution's weights for each electrode, whose signals are "
      "standardized: how strongly the model reads it, not how much its result depends on it.",
@@ -330,20 +331,21 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
      "線は完了した実行の平均。"),
     ("The band is one standard deviation around it.", "带是其上下一个标准差。",
      "帯はその前後一標準偏差。"),
-    ("Both are on the logarithmic scale.", "二者都在对数尺度上计算。",
-     "どちらも対数尺度で計算した。"),
-    ("The line is dashed where some runs had ended.", "在部分运行已结束处，线为虚线。",
-     "一部の実行が終わった後は破線で示す。"),
+    ("Means and deviations are geometric.", "所示为几何均值和几何标准差。",
+     "幾何平均と幾何標準偏差を示す。"),
+    ("The line is dashed where some runs have no value.", "在部分运行没有数值处，线为虚线。",
+     "一部の実行に値がない箇所は破線で示す。"),
     ("Each point is the mean of successive steps.", "每个点是相继若干步的均值。",
      "各点は連続するステップの平均。"),
-    ("Bands and intervals are cut off at the ends of the scale.", "带和区间在取值范围的两端截断。",
-     "帯と区間は値の範囲の端で切ってある。"),
-    ("Steps of the warm-up are left out.", "预热步未计入。", "ウォームアップのステップは除いた。"),
+    ("Bands and intervals are cut off at the smallest and largest possible value.",
+     "带和区间在取值范围的两端截断。", "帯と区間は値の範囲の端で切ってある。"),
+    ("The first steps, which are slower, are left out.", "未计入较慢的最初几步。",
+     "遅い最初の数ステップは除いた。"),
     ("Seconds are the mean over the runs, and include evaluations.",
      "秒数是各次运行的均值，包含评估时间。", "秒数は実行の平均で、評価の時間を含む。"),
     ("Runs were trained in parallel on one machine, which makes them slower.",
      "这些运行在一台机器上并行训练，因而较慢。", "実行は一台の機械で並行して行われたため遅い。"),
-    ("FLOPs are the matrix products of the timed steps, times the number of steps.",
+    ("FLOPs: those of a timed step's matrix products, times the number of steps.",
      "浮点运算量是计时步的矩阵乘法运算量乘以步数。",
      "演算量は計時したステップの行列積の演算量にステップ数を掛けたもの。"),
     ("Ratio of the time of a training step, with its interval; steps of all arms were timed in "
@@ -357,10 +359,10 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
      "灰色の帯は A/A 対照、すなわちベースラインの複製とベースラインの比の区間。"),
     ("An effect inside it shows nothing.", "落在其内的效应不能说明什么。",
      "その中にある効果は何も示さない。"),
-    ("The red mark is the ceiling: the smallest ratio that the FLOPs saved by the treatment "
-     "explain.",
-     "红色标记是上限：该处理节省的浮点运算量不能解释更小的比值。",
-     "赤い印は上限で、処理が省く演算量ではこれより小さい比を説明できない。"),
+    ("The red mark is the ceiling of the speed-up: the smallest ratio that the FLOPs saved by the "
+     "treatment explain.",
+     "红色标记是加速的上限：该处理节省的浮点运算量不能解释更小的比值。",
+     "赤い印は高速化の上限で、処理が省く演算量ではこれより小さい比を説明できない。"),
     ("These times are unproven.", "这些耗时未经证实。", "これらの時間は実証されていない。"),
     ("Ratio of the total time of whole runs, with its interval; runs of all arms alternated.",
      "整次运行总耗时之比及其区间；各组的运行交替进行。",
@@ -369,8 +371,8 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
      "interval; all arms have the same scale.",
      "在选择权重的数据上最佳得分的各种子均值及其 95 % 区间；各组使用同一尺度。",
      "重みを選ぶデータでの最良の得点のシード平均とその 95 % 区間。全群の尺度は同じ。"),
-    ("Filled symbols are the values that were chosen, with the number of seeds above them; for "
-     "each seed, the scores of the other seeds choose.",
+    ("Filled symbols are the values that were chosen, with the number of seeds above them; the "
+     "other seeds' scores choose the value for a seed.",
      "实心符号是选中的值，上方为种子数；对每个种子，由其他种子的得分来选择。",
      "塗りつぶした記号は選ばれた値で、上の数はシードの数。各シードの値は他のシードの得点で選ぶ。"),
     ("A red × is a value with which a run did not finish.", "红色 × 表示用该值的一次运行未完成。",
@@ -381,10 +383,11 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
      "群とベースラインの比とその 95 % 区間（シードで対応）。破線は差がないことを表す。"),
     ("The front is the first two layers, the output the head.", "前端指前两层，输出指头部。",
      "前部は最初の二層、出力はヘッドを指す。"),
-    ("Norm of the gradient of each part of the model by step, in the first run of each arm; all "
-     "arms have the same scale.",
-     "各组第一次运行中模型各部分梯度的范数随步数的变化；各组使用同一尺度。",
-     "各群の最初の実行における、モデルの各部分の勾配ノルムのステップごとの値。全群の尺度は同じ。"),
+    ("Norm of the gradient of each part or layer by step, in the last stage of each arm's first "
+     "run; all arms have the same scale.",
+     "各组第一次运行的最后阶段中，各部分或各层梯度的范数随步数的变化；各组使用同一尺度。",
+     "各群の最初の実行の最終段階における、各部分または各層の勾配ノルムのステップごとの値。"
+     "全群の尺度は同じ。"),
     ("In grey cells, {reason}.", "灰色格中：{reason}。", "灰色のます：{reason}。"),
     ("{sign} is {reason}", "{sign} 表示{reason}", "{sign} は{reason}"),
     ("frozen", "已冻结", "凍結"),
@@ -395,8 +398,10 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
     ("Numbers of parameters that train (dark) and that stay as they are (light).",
      "可训练（深色）与保持不变（浅色）的参数个数。",
      "学習するパラメータ（濃色）と変わらないパラメータ（淡色）の数。"),
-    ("Memory of each arm in the timed steps.", "计时步中各组的内存用量。",
-     "計時したステップでの各群のメモリ。"),
+    ("Memory of each arm's timed model.", "各组计时模型的内存用量。",
+     "各群の計時したモデルのメモリ。"),
+    ("The peak is that of its first steps, before timing.", "峰值取自计时之前的最初几步。",
+     "ピークは計時の前の最初の数ステップでの値。"),
     ("The symbol is the mean over seeds, the line its 95 % interval.",
      "符号是各种子的均值，线是其 95 % 区间。", "記号はシードの平均、線はその 95 % 区間。"),
     ("Arms with the same share are drawn side by side.", "占比相同的组并排画出。",

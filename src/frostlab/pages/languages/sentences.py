@@ -1,4 +1,4 @@
-"""The sentences of verdicts in Chinese and Japanese, and a whole report in these languages.
+"""The sentences of verdicts in Chinese and Japanese, and the translation of a report's texts.
 
 A verdict's sentence is made from the verdict's word and numbers, not translated from the English
 sentence. Every number in it is a cell of its record. A reason that a record holds as English text
@@ -244,7 +244,10 @@ def _filled(template: str, **values: Pieces) -> Pieces:
 
 
 def in_its_language(document: Document) -> Document:
-    """Return a report with its fixed texts in its language, as far as they have a translation."""
+    """Return a report with its fixed texts in its language, as far as they have a translation.
+
+    The texts of tables, the title, and texts in charts stay as they are.
+    """
     language = document.language
     if language == "en":
         return document

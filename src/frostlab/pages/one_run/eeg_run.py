@@ -61,9 +61,11 @@ def _subjects(folder: Path, records: Records) -> list[Block]:
     head = ("split", "decoder", "mean r [95 %]", "by chance", "p", "above chance", "of subjects",
             "match", "challenge score")  # fmt: skip
     note = (
-        "Mean r of the subjects by Fisher's z. By chance: nine of ten correlations with mismatched "
-        "envelopes lie in this range. Match: how often a window was given its own envelope rather "
-        "than another. The challenge score combines all splits."
+        "Mean r of the subjects by Fisher's z. By chance: nine of ten such means lie in this range "
+        "if the envelopes are shifted in time. Above chance: subjects whose own p is at most five "
+        "percent. Match: how often a window's own envelope correlates better than another one. The "
+        "challenge score is two thirds of r on segments of subjects trained on and one third of r "
+        "on the others'."
     )
     shown.append(Table("scores", "Correlation with the heard envelope", head, tuple(rows), note))
     for split, decoders in scores.items():
@@ -111,8 +113,8 @@ def of_arms(folder: Path, runs: Mapping[str, str]) -> list[Figure]:
         others = next(own[split] for own in scores.values() if split in own)
         decoders |= dict(list(others.items())[1:])
         caption = (
-            "Pearson's r of each subject in the first run of each arm. The grey bars are the range "
-            "by chance, in which nine of ten correlations of the first arm with mismatched "
+            "Pearson's r of each subject in the first run of each arm shown. The grey bars are the "
+            "range by chance, in which nine of ten correlations of the first arm with mismatched "
             "envelopes lie."
         )
         if points := subject_rows(decoders):
@@ -126,8 +128,8 @@ def of_arms(folder: Path, runs: Mapping[str, str]) -> list[Figure]:
             rows = _excerpt(drawn | {"heard": heard[name]}, rate)
             caption = (
                 f"{plain(name)}, {meaning}: the envelope of the heard speech, and what the first "
-                "run of each arm decoded, with mean zero and variance one, in the middle of the "
-                "recording."
+                "run of each arm shown decoded, with mean zero and variance one, in the middle of "
+                "the recording."
             )
             if len(drawn) < len(signals):
                 caption += " Only the first four arms are drawn."
@@ -146,7 +148,7 @@ def _envelopes(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
 
 
 def _excerpt(signals: Mapping[str, Any], rate: float) -> list[dict[str, Any]]:
-    """Return the rows of the middle of signals."""
+    """Return the rows of the middle 10 seconds of signals; all of them if they are shorter."""
     length = min(map(len, signals.values())) / rate
     start = max(0.0, (length - _SECONDS) / 2)
     return excerpt_rows(signals, rate, start=start, seconds=min(_SECONDS, length))

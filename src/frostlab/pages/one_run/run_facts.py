@@ -73,7 +73,7 @@ class OneRun:
 
     @cached_property
     def metric(self) -> str:
-        """Name of the metric that selects the best weights."""
+        """Name of the metric that selects the weights; without a result, the first evaluated."""
         chosen = self.value("best", "metric")
         first = (name for event in self.evaluations for name in event.metrics)
         return str(chosen or next(first, "metric"))
@@ -146,7 +146,7 @@ _SPLIT_ROWS = (
     ("tokens", ("tokens",), "count"), ("characters", ("characters",), "count"),
     ("shortest, in tokens", ("lengths", "least"), "count"),
     ("median length", ("lengths", "median"), "number"), ("longest", ("lengths", "most"), "count"),
-    ("cut at the maximum length", ("lengths", "cut"), "count"),
+    ("examples cut at the maximum length", ("lengths", "cut"), "count"),
     ("empty texts", ("empty",), "count"), ("repeated texts", ("duplicates",), "count"),
     ("contradicting labels", ("contradictions",), "count"),
     ("recordings", ("recordings",), "count"), ("subjects", ("subjects",), "count"),

@@ -126,8 +126,8 @@ def _alarms(run: OneRun) -> Iterator[Paragraph]:
             at = ("targets", number)
             name = plain(str(target.get("name", "")).replace("_", " "))
             yield item(f"Target missed: {name} ", run.cell(*at, "value", file="targets.json"),
-                       ", wanted above ", run.cell(*at, "wanted", file="targets.json"), ".",
-                       alarm=True)  # fmt: skip
+                       f", wanted {_side(target)} ", run.cell(*at, "wanted", file="targets.json"),
+                       ".", alarm=True)  # fmt: skip
     for stage, flow in run.flows.items():
         where = f" in stage {plain(stage)}" if len(run.flows) > 1 else ""
         for finding in findings_of(flow) if flow.reports else ():
@@ -147,11 +147,13 @@ def _training_figure(run: OneRun) -> Figure | None:
     percent = metric_format(run.metric) == "percent"
     chart = run_figures.training(losses, evaluations, run.later_stages, plain(run.metric), percent)
     better = "smaller" if run.metric in LOWER_IS_BETTER else "larger"
-    caption = (
-        f"Above, {plain(run.metric)} at each evaluation on the selecting split ({better} is "
-        "better), the best of the last stage with a ring. Below, the loss of the training steps; "
-        "of a long run, each point is the mean of neighbouring steps."
+    shown = (
+        f"{plain(run.metric)} at each evaluation on the selecting split ({better} is better), the "
+        "best of the last stage with a ring."
     )
+    loss = "the loss of the training steps; of a long run, each point is the mean of neighbours."
+    both = f"Above, {shown} Below, {loss}"
+    caption = both if evaluations and losses else shown if evaluations else loss.capitalize()
     rows = [*({"curve": plain(run.metric)} | row for row in evaluations),
             *({"curve": "training loss"} | row for row in losses)]  # fmt: skip
     return Figure("training", "Training", chart, caption, rows, (EVENTS,))
@@ -194,7 +196,10 @@ def _results(run: OneRun) -> list[Block]:
         for name in names
     )
     head = ("metric", "report", "best evaluation", "last evaluation")
-    note = "The best evaluation selected the weights; report is their evaluation on another split."
+    note = (
+        "The best evaluation selected the weights; report is their evaluation on the reporting "
+        "split, which also selects them if the recipe has splits: published."
+    )
     blocks: list[Block] = [Table("results", "Metrics", head, rows, note)]
     if (figure := _confusion(run)) is not None:
         blocks.append(figure)
@@ -229,9 +234,11 @@ def _curves(run: OneRun) -> list[Block]:
     rates = [(event.step, event.rate) for event in run.events if isinstance(event, StepEvent)]
     shown = (
         ("learning-rate", "Learning rate", "learning rate", rates,
-         "The learning rate at the end of each recorded block of steps."),
+         "The learning rate at the end of each recorded block of steps; of a long run, each point "
+         "is the mean of neighbouring blocks."),
         ("gradient-norm", "Gradient norm", "norm before clipping", run.per_step("norm"),
-         "The norm of the whole gradient of each step, before clipping."),
+         "The norm of the whole gradient of each step, before clipping; of a long run, each point "
+         "is the mean of neighbouring steps."),
         ("step-time", "Step time", "milliseconds", run.per_step("ms"),
          "The time of each step; the first steps warm up. Of a long run, each point is the mean of "
          "neighbouring steps."),
@@ -275,7 +282,7 @@ def _stages_table(run: OneRun, stages: list[dict[str, Any]]) -> Table:
             run.cell(*at, "epochs"),
             run.cell(*at, "best", "epoch"),
             run.cell(*at, "seconds", format="seconds"),
-            "patience" if stage["stopped_early"] else "its last epoch",
+            "patience" if stage["stopped_early"] else "its last step",
         ))  # fmt: skip
     changes = (
         run.cell("stages", format=f"change of {name}") if f"change of {name}" in FORMATS else ""
@@ -455,11 +462,17 @@ def _targets(run: OneRun) -> list[Block]:
         rows.append((
             plain(str(target.get("name", "")).replace("_", " ")),
             run.cell("targets", number, "value", file="targets.json", alarm=missed),
+            _side(target),
             run.cell("targets", number, "wanted", file="targets.json"),
             "missed" if missed else "reached",
         ))  # fmt: skip
-    head = ("target", "measured", "wanted above", "")
+    head = ("target", "measured", "wanted", "", "")
     return [Table("targets", "Targets of the diagnosis", head, tuple(rows))]
+
+
+def _side(target: dict[str, Any]) -> str:
+    """Return on which side of the target a good value lies."""
+    return "below" if target.get("name") in LOWER_IS_BETTER else "above"
 
 
 def _eeg(run: OneRun) -> list[Block]:

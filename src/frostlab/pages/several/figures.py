@@ -17,7 +17,7 @@ from frostlab.pages.figures import WIDTH, arm_colour, arm_shape, toggled
 from frostlab.text import plain
 
 _MEAN = "mean"  # label of the row of means
-_COLUMNS = 6  # arms in a table of comparisons × arms
+_COLUMNS = 6  # most arms in a table of comparisons × arms
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Several:
 
     @cached_property
     def arms(self) -> tuple[str, ...]:
-        """Names of all arms but the baselines, in the order of their first comparison."""
+        """Names of all arms but the baselines, in the order in which the comparisons have them."""
         return tuple(
             dict.fromkeys(arm for _, evidence in self.finished for arm in evidence.verdicts)
         )
@@ -57,7 +57,7 @@ class Several:
 
 
 def is_dense(effects: int, comparisons: int, arms: int) -> bool:
-    """Return whether a table of comparisons × arms has few columns and is at least half full."""
+    """Return whether a table of comparisons × arms has at most 6 arms and is at least half full."""
     return arms <= _COLUMNS and 2 * effects >= comparisons * arms
 
 

@@ -34,7 +34,7 @@ from frostlab.text import NONE, plain
 Row = tuple[str | Cell, ...]
 _PAGE = "report.html"
 _JUDGED = ("better", "worse", "no difference found")  # verdicts that are not shown in red
-_ITEMS = 12  # effects that the first screen lists
+_ITEMS = 12  # the first screen lists verdicts only if there are at most this many
 
 
 # The page
@@ -226,7 +226,7 @@ def _means(several: Several) -> list[Block]:
 
 
 def _models(several: Several) -> list[Block]:
-    """Return BERT against GPT, if there are comparisons of both."""
+    """Return the mean effects on BERT and GPT, of the arms that were compared on both."""
     means = _shared([(n, mean) for n, mean in _mean_rows(several, "model") if mean.value in MODELS])
     if not means:
         return []
@@ -257,7 +257,7 @@ def _arm_of(mean: Mean) -> str:
 
 
 def _shared(means: Sequence[tuple[int, Mean]]) -> list[tuple[int, Mean]]:
-    """Return the means of the arms that occur with two models or tasks."""
+    """Return the means of the arms that occur with several models or tasks."""
     values: dict[str, set[str]] = {}
     for _, mean in means:
         values.setdefault(mean.arm, set()).add(mean.value)
@@ -269,7 +269,7 @@ def _order(several: Several, mean: Mean) -> tuple[int, str, str]:
 
 
 def _tasks(several: Several) -> list[Block]:
-    """Return classification against generation, if there are comparisons of several tasks."""
+    """Return the mean effects by task, of the arms that occur in several tasks."""
     means = _shared(_mean_rows(several, "task"))
     if not means:
         return []
