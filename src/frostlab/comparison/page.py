@@ -335,7 +335,7 @@ def _gradients(evidence: Evidence) -> str:
         "gradient of a tensor at the last measured step, averaged over the front's tensors, "
         "relative to the head's. Weight change is the relative change of a tensor's range since "
         "the first measured step, averaged over the front's tensors. Update/weight is the median "
-        "over the front's weights and biases, then over the measured steps."
+        "over the front's parts, then over the measured steps."
     )
     return f"{note}\n\n{markdown(head, rows)}"
 
