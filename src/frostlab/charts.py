@@ -214,7 +214,7 @@ def checked_svg(drawing: str, name: str) -> Markup:
     """
     try:
         if "<!" in drawing:
-            raise ElementTree.ParseError("it declares a document type")
+            raise ElementTree.ParseError("it holds a declaration or a comment")
         root = ElementTree.fromstring(drawing)
         width = float(root.get("width", ""))
     except (ElementTree.ParseError, ValueError) as error:

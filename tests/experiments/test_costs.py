@@ -199,11 +199,11 @@ def test_estimates_of_memory_agree_with_records(recipe: str, benchmark: str, cas
         parts = parts.with_frozen(*loaded.surgery.frozen)
     estimate = module._memory(loaded, parts, loaded.train.batch * loaded.data.length)
     lines = (ROOT / "docs/records/h200-bench.jsonl").read_text().splitlines()
-    (stored,) = [
+    *_, stored = (
         record
         for record in map(json.loads, lines)
         if (record["benchmark"], record["case"]) == (benchmark, case)
-    ]
+    )
     assert estimate == pytest.approx(stored["ours_peak_bytes"], rel=0.1)
 
 

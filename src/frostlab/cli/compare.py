@@ -119,7 +119,7 @@ def compare(
         bool,
         typer.Option(
             "--assay",
-            help="Also train the baseline with half its steps, to show that a harm is found.",
+            help="Also train the baseline with half its steps: a known harm, to be found.",
         ),
     ] = False,
     settings: Settings = None,

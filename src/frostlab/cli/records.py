@@ -1,4 +1,4 @@
-"""Finished work: `frostlab runs`, `show`, `diff`, `note`, `tag`, `clean` and `verify`."""
+"""Commands on existing runs: `frostlab runs`, `show`, `diff`, `note`, `tag`, `clean`, `verify`."""
 
 import json
 import os

@@ -65,7 +65,7 @@ def summary_page(summary: GroupSummary) -> str:
     parts = [f"# {escaped(title(summary))}", escaped(summary.about), kind, _NOTE]
     parts += [_section(entry, summary.as_published) for entry in summary.comparisons]
     if summary.questions:
-        parts.append(f"## The five questions\n\n{_numbered(summary.questions)}")
+        parts.append(f"## The five questions of the OELM study\n\n{_numbered(summary.questions)}")
     if summary.interactions:
         text = _numbered(summary.interactions)
         parts.append(f"## Between the comparisons\n\n{_INTERACTION}\n\n{text}")

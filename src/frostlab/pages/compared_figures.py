@@ -596,6 +596,5 @@ def _spread_out(rows: Sequence[dict[str, Any]]) -> None:
     shares = [row["share"] for row in rows]
     apart = 0.02 * (max(shares) - min(shares))
     for share in set(shares):
-        equal = [row for row in rows if row["share"] == share]
-        for index, row in enumerate(equal):
-            row["at"] = share + apart * (index - (len(equal) - 1) / 2)
+        for index, row in enumerate(row for row in rows if row["share"] == share):
+            row["at"] = share + apart * (index - (shares.count(share) - 1) / 2)

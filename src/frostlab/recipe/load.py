@@ -34,7 +34,7 @@ from frostlab.recipe.recipe import PATHS, Recipe
 from frostlab.recipe.scale import ORDER, scaled_values
 from frostlab.text import plain, short
 
-Files = dict[str, str]  # by real path or shipped name: the name in errors
+Files = dict[str, str]  # real path of a file, or its name if it is shipped → name in errors
 Settings = Mapping[str, Any]  # dotted keys, such as optim.lr, or whole sections
 _ENDINGS = (".yaml", ".yml")
 # For the short runs of `frostlab diagnose`: approximate number of measurements of gradient flow per
@@ -42,8 +42,8 @@ _ENDINGS = (".yaml", ".yml")
 _MEASUREMENTS, _EXAMPLES = 20, 500
 _MOST_PARENTS = 20  # the longest chain of recipes, each of which extends the next
 _MOST_TEXT = 100  # the most characters of a setting in an error message
-_MOST_NAME = 100  # the most characters of a run's name
-_RUN_NAME = re.compile(r"[\w.-]+")  # characters that a run's name may have
+_MOST_NAME = 100  # the most characters of what `recipe_name` returns
+_RUN_NAME = re.compile(r"[\w.-]+")  # `recipe_name` drops other characters
 # Keys in an error message, such as optim.lr.
 _KEY_IN_TEXT = re.compile(r"\b[a-z]+\.[a-z_]+\b|\btokenizer\b")
 _EXPECTED = {  # pydantic's error type → the expected value in plain words
@@ -106,7 +106,7 @@ def shipped_comparisons() -> dict[str, dict[str, Any]]:
 
 
 def shipped_groups() -> dict[str, dict[str, Any]]:
-    """Return the keys of every shipped group of experiments by its name, unchecked."""
+    """Return the values of every shipped group of experiments by its name, unchecked."""
     return copy.deepcopy(_shipped("frostlab.groups"))
 
 
@@ -116,7 +116,7 @@ def read_values(path: str) -> dict[str, Any]:
 
 
 def recipe_name(name: str) -> str:
-    """Return the name of a recipe's runs: the recipe's, without ending and special characters."""
+    """Return a recipe's name without ending and special characters; names of runs begin with it."""
     path = Path(name)
     stem = path.name.removesuffix(path.suffix) if path.suffix in _ENDINGS else path.name
     return "".join(_RUN_NAME.findall(stem)).lstrip(".")[:_MOST_NAME] or "recipe"

@@ -112,8 +112,8 @@ def _columns(runs: Sequence[Summary], keys: Sequence[str] | None) -> list[Column
         Column(key, _value(key), _is_numeric(runs, key), rank=_rank(place) if keys is None else 0)
         for place, key in enumerate(settings)
     ]
-    marked = [_TAGS] * any(run.tags for run in runs) + [_NOTES] * any(run.notes for run in runs)
-    own = [c for c in (*_FIRST, *marked, *_LAST) if c.name not in {g.name for g in given}]
+    annotated = [_TAGS] * any(run.tags for run in runs) + [_NOTES] * any(run.notes for run in runs)
+    own = [c for c in (*_FIRST, *annotated, *_LAST) if c.name not in {g.name for g in given}]
     if len({run.status for run in runs}) > 1:  # the best value of an unfinished run is preliminary
         own = [replace(c, rank=2) if c.name == "status" else c for c in own]
     place = own.index(next(c for c in own if c.name == "best"))
@@ -207,7 +207,7 @@ def groups_table(groups: Sequence[Group], width: int | None = None) -> str:
     lines = columns(list(zip(*keys.values(), *measured, strict=True)), right, width)
     if width is not None and max(map(len, lines)) > width:
         lines = [short(line, width) for line in lines]
-        lines.append("--wide shows the rest of the lines")
+        lines.append("--wide shows the whole lines")
     elif space < 0:
         lines.append("--wide shows whole cells")
     if left_out:

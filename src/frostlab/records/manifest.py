@@ -1,8 +1,9 @@
 """Manifests: the checksums of the files of a finished run or comparison, to find later changes.
 
-A manifest has the form of `storage.seal`. A folder inside that has a manifest or checksums of its
-own, such as a comparison's run or a run's checkpoint, is represented by that file alone. A run that
-has diverged counts as finished here. Locks are left out, and so are notes, tags and files that
+A manifest is a JSON object of checksums by file name, like the file that `storage.seal` writes. An
+inner folder with a manifest or checksums of its own, such as a run of a comparison or a checkpoint
+of a run, is represented only by that manifest or checksum file. A run that has diverged counts as
+finished here. Locks are left out, and so are notes, tags and files that
 other commands add later, such as reports. A comparison of runs that had ended before lists the
 manifests of these runs, by paths that begin with `..`.
 """
@@ -71,7 +72,7 @@ def verify(folder: Path) -> tuple[int, list[Problem]]:
     """
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder")
-    records = list(_sealed_folders(folder))
+    records = list(_record_folders(folder))
     if not records:
         raise BadInput(f"{folder} holds no run and no comparison")
     return len(records), [problem for record in records for problem in problems_in(record)]
@@ -148,7 +149,7 @@ def _read(folder: Path) -> dict[str, Any]:
     return values
 
 
-def _sealed_folders(folder: Path) -> Iterator[Path]:
+def _record_folders(folder: Path) -> Iterator[Path]:
     """Yield the outermost folders that hold a run or a comparison."""
     for place, folders, files in os.walk(folder):
         if MANIFEST in files or any(name in files for name in _RECORDS):

@@ -55,7 +55,7 @@ def evaluate(
     release_cached_memory()
     return evaluate(
         task, objective, prepared, split, max(1, batch // 4), compute,
-        classes=classes, layers=layers, most=most,
+        classes=classes, layers=layers, most=most and 4 * most,
     )  # fmt: skip
 
 
@@ -224,7 +224,7 @@ class TextTally:
 
 @dataclass
 class EnvelopeTally:
-    """Sums of loss and Pearson's r over single windows; only the report scores whole recordings."""
+    """Sums of loss and Pearson's r over single windows; a run's end scores whole ones."""
 
     objective: EnvelopeObjective
     device: torch.device
