@@ -188,7 +188,7 @@ def _findings(compared: Compared) -> list[Paragraph]:
             blocks.append(item(*compared.sentence(verdict, "verdicts", name), alarm=True))
             continue
         pieces: list[str | Cell] = [compared.cell("verdicts", name, "word", format="text")]
-        size = "percent of a ratio" if evidence.rules.log else "number"
+        size = "percent of a ratio" if evidence.rules.log else "short number"
         if verdict.paired is not None:
             pieces += [f" on {metric}, ",
                        compared.cell("verdicts", name, "paired", format="effect"), " over ",
