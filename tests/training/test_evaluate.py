@@ -77,12 +77,14 @@ def test_batches_that_do_not_fit_become_smaller(monkeypatch: pytest.MonkeyPatch)
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(self, batch, **more)
 
-    def measure(batch: int, processes: int = 1) -> tuple[dict[str, float], list[int]]:
+    def measure(
+        batch: int, processes: int = 1, most: int | None = None
+    ) -> tuple[dict[str, float], list[int]]:
         classes = torch.zeros(len(data.splits["train"]), dtype=torch.long)
         compute = Compute(CPU, torch.float64, World(size=processes))
         task, split = TASKS["classification"], data.splits["train"]
         return evaluate(
-            task, objective, data, split, batch, compute, classes=classes
+            task, objective, data, split, batch, compute, classes=classes, most=most
         ), classes.tolist()
 
     expected, predicted = measure(2)
@@ -91,6 +93,10 @@ def test_batches_that_do_not_fit_become_smaller(monkeypatch: pytest.MonkeyPatch)
     assert sizes[:3] == [32, 8, 2], "the longest are first"
     assert metrics == pytest.approx(expected, rel=1e-10)
     assert classes == predicted
+    sizes.clear()
+    measure(32, most=1)
+    assert sizes[:2] == [32, 8]
+    assert len(sizes[2:]) == 16, "as many of the longest examples: 16 batches of about 2"
     with pytest.raises(torch.OutOfMemoryError):
         measure(32, processes=2)
     monkeypatch.setattr(Batch, "padded_tokens", 101)

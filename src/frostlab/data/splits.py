@@ -1,10 +1,11 @@
 """Splits of text by role: train, tune (to select checkpoints) and report (for the final scores).
 
 Labelled rows are held out by a hash of their text, running text by its order. No seed is used, so
-the splits are the same for every seed. A `Survey` holds the hash, size and label of each row. Rows
-of train whose text is also in tune or report are dropped, and rows of tune whose text is also in
-report. Nothing is dropped with `splits: published` (without tune; report selects checkpoints), nor
-from running text that is split by characters.
+the splits are the same for every seed. A `Survey` holds the hash, size and label of each row. A
+text that occurs in several splits stays in only one of them: a row of train is dropped if its text
+is in tune or report, a row of tune if its text is in report. Nothing is dropped with
+`splits: published` (without tune; report selects checkpoints), nor from running text that is split
+by characters.
 """
 
 import hashlib
