@@ -32,6 +32,7 @@ from frostlab.recipe.load import (
     recipe_from,
     recipe_name,
     shipped_comparisons,
+    shipped_groups,
     shipped_recipes,
     with_paths,
 )
@@ -159,6 +160,12 @@ def _read(source: Source) -> tuple[dict[str, Any], str]:
             if isinstance(recipe, dict):
                 values["recipe"] = with_paths(recipe, Path(name).parent, name)
             return values, name
+    elif name not in (recipes := shipped_recipes()):
+        hint = nearest(name, [*shipped, *shipped_groups(), *recipes])
+        raise BadInput(
+            f"no comparison, group or recipe is called {shown(name)}{hint} (`frostlab recipes` "
+            "lists them; a file of your own ends in .yaml)"
+        )
     return {"recipe": name}, name
 
 
