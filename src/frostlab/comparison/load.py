@@ -54,6 +54,7 @@ _INSTEAD = {"treatment": "arms", "seed": "seeds"}  # settings that cannot be set
 _TUNABLE = {"lr": "optim.lr", "decay": "optim.decay"}  # settings that can be tuned by name alone
 _GRID = (1 / 3, 1.0, 3.0)  # default grid, in multiples of the recipe's value
 _LEFT_OUT = {"about", "seed", "treatment"}  # recipe keys that are not settings of an arm
+_ENDINGS = (".yaml", ".yml")  # of a recipe's or comparison's file
 _LONG_PATH = 300  # most characters of a path in an error message
 _QUICK_SEEDS, _QUICK_TIMING = 3, {"seconds": 20.0}  # defaults of a quick comparison
 
@@ -151,26 +152,19 @@ def _read(source: Source) -> tuple[dict[str, Any], str]:
     shipped = shipped_comparisons()
     if name in shipped:
         return dict(shipped[name]), name
-    if _is_file(name):
+    if name.endswith(_ENDINGS):
         values = read_values(name)
         if "arms" in values or "recipe" in values:
             recipe = values.get("recipe")
-            if isinstance(recipe, str) and _is_file(recipe):
+            if isinstance(recipe, str) and recipe.endswith(_ENDINGS):
                 values["recipe"] = str(Path(name).parent / recipe)
             if isinstance(recipe, dict):
                 values["recipe"] = with_paths(recipe, Path(name).parent, name)
             return values, name
     elif name not in (recipes := shipped_recipes()):
         hint = nearest(name, [*shipped, *shipped_groups(), *recipes])
-        raise BadInput(
-            f"no comparison, group or recipe is called {shown(name)}{hint} (`frostlab recipes` "
-            "lists them; a file of your own ends in .yaml)"
-        )
+        raise BadInput(f"no comparison, group or recipe is called {shown(name)}{hint}")
     return {"recipe": name}, name
-
-
-def _is_file(name: str) -> bool:
-    return name.endswith((".yaml", ".yml"))
 
 
 def _check_kind(values: dict[str, Any], key: str, kind: type, wanted: str, label: str) -> None:
