@@ -1,9 +1,10 @@
-"""The environment variables by which torchrun tells a process its place among the others."""
+"""The environment variables by which torchrun, or a queue, tells a process about the others."""
 
 import os
 
 from frostlab.errors import BadInput
 
+AT_ONCE = "FROSTLAB_RUNS_AT_ONCE"  # a queue of runs sets it for its workers
 _MOST_PROCESSES = 10**6
 
 
@@ -27,9 +28,14 @@ def local_world_size() -> int:
     return _integer("LOCAL_WORLD_SIZE", world_size(), 1)
 
 
+def runs_at_once() -> int:
+    """Return how many runs a queue lets share this process's device; 1 without a queue."""
+    return _integer(AT_ONCE, 1, 1)
+
+
 def check_variables() -> None:
     """Refuse an environment in which one of these variables is not a sensible number."""
-    for variable in (rank, local_rank, world_size, local_world_size):
+    for variable in (rank, local_rank, world_size, local_world_size, runs_at_once):
         variable()
 
 
@@ -43,5 +49,5 @@ def _integer(name: str, default: int, least: int) -> int:
         return value
     raise BadInput(
         f"the environment variable {name} is {text!r:.40}, but should be a whole number from "
-        f"{least} to {_MOST_PROCESSES}; unset it unless torchrun starts the program"
+        f"{least} to {_MOST_PROCESSES}; unset it unless torchrun or a queue starts the program"
     )

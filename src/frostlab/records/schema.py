@@ -245,6 +245,7 @@ class Result:
     weights_digest: str | None  # digest of the reported weights; null if unfinished
     order_digest: str  # digest of the examples of all steps, in order
     scores: dict[str, dict[str, Scores]] | None = None  # EEG: by split and decoder
+    runs_at_once: int = 1  # most runs that could share the device; above 1, times prove nothing
 
 
 @dataclass(frozen=True)
@@ -284,9 +285,6 @@ class Predictions:
     caution: str | None = None  # a warning about the predictions
 
 
-# samples.json
-
-
 @dataclass(frozen=True)
 class GeneratedText:
     """A text that the best weights of a language model generated."""
@@ -323,12 +321,13 @@ class Event:
 
 @dataclass(frozen=True)
 class _Conditions:
-    """Conditions other than the recipe that change the exact bits of a result."""
+    """Conditions other than the recipe that change a result's exact bits, or its times."""
 
     device: str  # torch's name of the device, such as cuda:0
     precision: str  # float32 or bfloat16
     processes: int  # number of processes that share a batch
     threads: int  # number of CPU threads of torch
+    runs_at_once: int = field(default=1, kw_only=True)  # the most that could share the device
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from frostlab.devices import choose_device
 from frostlab.errors import BadInput, DamagedCheckpoint, FrostlabError
 from frostlab.flow.probe import Gradient
 from frostlab.integrations.tensorboard import LiveBoard, check_folder, marked_folder
+from frostlab.launcher import runs_at_once
 from frostlab.models.stand_in import suggesting_stand_in, with_stand_ins
 from frostlab.recipe.load import load_recipe, recipe_from, recipe_name, with_paths
 from frostlab.recipe.recipe import Recipe, Scale
@@ -36,7 +37,15 @@ from frostlab.records.folder import (
     supersede_result,
 )
 from frostlab.records.model_files import write_model_files
-from frostlab.records.schema import DataRecord, Result, StartEvent, StepEvent, SteppingEvent, read
+from frostlab.records.schema import (
+    DataRecord,
+    Result,
+    ResumeEvent,
+    StartEvent,
+    StepEvent,
+    SteppingEvent,
+    read,
+)
 from frostlab.records.schema import WallClock as WallRecord
 from frostlab.records.telemetry import Telemetry
 from frostlab.storage import finite, write_whole
@@ -296,12 +305,13 @@ def _continue(
 
 
 def _conditions(compute: Compute) -> dict[str, Any]:
-    """Return the device, precision, processes and threads: a result's exact bits depend on them."""
+    """Return the conditions on which a result's exact bits, or its times, depend."""
     return {
         "device": str(compute.device),
         "precision": str(compute.precision).removeprefix("torch."),
         "processes": compute.world.size,
         "threads": torch.get_num_threads(),
+        "runs_at_once": runs_at_once(),
     }
 
 
@@ -309,7 +319,14 @@ _ALLOCATOR = "DefaultCPUAllocator"  # named in torch's RuntimeError when CPU mem
 
 
 class RunFailed(FrostlabError):
-    """Raised when a run stops, diverges or fails for a known reason; its record is kept."""
+    """Raised when a run stops, diverges or fails for a known reason; its record is kept.
+
+    `errno` is the number of the system's error, such as that of a full disk, if there was one.
+    """
+
+    def __init__(self, text: str, errno: int | None = None) -> None:
+        super().__init__(text)
+        self.errno = errno
 
 
 @dataclass(frozen=True)
@@ -335,7 +352,8 @@ def failure_of(error: BaseException, recipe: Recipe) -> Failure:
     if isinstance(error, OSError):
         full = " (the disk is full)" if error.errno == errno.ENOSPC else ""
         where = f"{error.filename}: " if error.filename else ""
-        return Failure("failed", RunFailed(f"{where}{error.strerror or line}{full}"))
+        text = f"{where}{error.strerror or line}{full}"
+        return Failure("failed", RunFailed(text, error.errno))
     if isinstance(error, FrostlabError):
         return Failure("failed", RunFailed(line))
     return Failure("failed", error)
@@ -488,6 +506,9 @@ def result(
         "stages": [*progress.ended, stage_facts(context, progress)],
         "checkpoint": None if best.step is None else f"checkpoints/{name}",
         **extra,
+        "runs_at_once": max(
+            event.runs_at_once for event in events if isinstance(event, StartEvent | ResumeEvent)
+        ),
         "clocks": clocks(events, progress.seconds, spent()),
     }
     return read(Result, finite(values), folder.path / "result.json")
