@@ -179,6 +179,7 @@ NO_LIMITS = {  # they bound what is shown, computed or done at once, or an argum
     "data.parquet.BATCH", "data.parquet.ROWS", "data.parquet._PADDING",
     "envelopes.challenge._MOST_LINES",
     "flow.diagnosis._MOST_NAMES", "flow.figures.MOST_ROWS", "launcher._MOST_PROCESSES",
+    "matrix.queue._MOST_BLOCKED", "matrix.slots._MOST_AT_ONCE",
     "recipe.bounded_yaml._MOST_SHOWN", "recipe.load._MOST_NAME", "recipe.load._MOST_TEXT",
     "roles.read._MOST_PATHS", "timing.flops._MOST_FLOPS_PER_BYTE", "timing.interleave.MOST_BATCHES",
     "timing.interleave._MOST_BLOCKS",

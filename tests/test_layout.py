@@ -38,6 +38,7 @@ ORDER = (
     "flow",
     "integrations",
     "training",
+    "matrix",
     "comparison",
     "use",
     "experiments",
@@ -69,7 +70,7 @@ MOST_LINES = 600
 MOST_MODULES = 14  # in one folder
 # Base names that several rooms use, each for the same role.
 SAME_ROLE = {
-    "load", "show", "figures", "run", "runner", "splits", "treatment",
+    "load", "show", "figures", "plan", "run", "runner", "splits", "treatment",
 }  # fmt: skip
 FILES = sorted(SOURCE.rglob("*.py"))
 MODULES = [path for path in FILES if path.name not in ("__init__.py", "__main__.py")]

@@ -15,10 +15,13 @@ import frostlab as fl
 from comparing import SMALL, compare
 from forked import wait_for
 from frostlab.comparison import runner
+from frostlab.matrix import workers
+from frostlab.matrix.task import Outcome
 from frostlab.recipe.load import recipe_from
 from frostlab.records.checkpoint import checkpoints_in
 from frostlab.records.folder import finished_status
 from frostlab.training import loop
+from frostlab.training import run as training_run
 from frostlab.training.progress import Lines
 from tiny import tiny
 
@@ -26,9 +29,10 @@ from tiny import tiny
 def test_the_time_left_of_alternating_rounds_is_of_one_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(runner, "run_task", lambda *task: ("done", 60.0))
+    done = Outcome("finished", "done", 60.0)
+    monkeypatch.setattr(workers, "run_task", lambda *task, **options: done)
     recipe = recipe_from(SMALL)
-    tasks = [runner.Task("arm", seed, recipe, tmp_path / str(seed), "") for seed in range(4)]
+    tasks = [runner.ArmTask("arm", recipe, tmp_path / str(seed), "", seed) for seed in range(4)]
     runner.Runner(None, Lines(), jobs=3).run_all(tasks, alone=True)
     lines = capsys.readouterr().err.splitlines()
     assert [line.rpartition("; ")[2] for line in lines] == [
@@ -40,7 +44,7 @@ def test_interrupted_it_goes_on_and_repeats_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began: list[str] = []
-    run = runner.run
+    run = training_run.run
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         began.append(kwargs["out"].name)
@@ -48,7 +52,7 @@ def test_interrupted_it_goes_on_and_repeats_nothing(
             raise KeyboardInterrupt
         return run(*args, **kwargs)
 
-    monkeypatch.setattr(runner, "run", counted)
+    monkeypatch.setattr(training_run, "run", counted)
     with pytest.raises(KeyboardInterrupt):
         compare(tmp_path / "c")
     assert (tmp_path / "c" / "plan.json").exists()
@@ -126,7 +130,7 @@ def test_a_damaged_plan_is_said_to_be(text: str, tmp_path: Path) -> None:
 
 def test_rounds_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Result runs may share the machine (here: would crash); rounds never do."""
-    monkeypatch.setattr(runner, "ProcessPoolExecutor", None)
+    monkeypatch.setattr(runner, "LocalWorkers", None)
     values = {"recipe": SMALL, "arms": ["baseline", "oelm"], "clock": None, "rounds": 1}
     fl.compare({**values, "seeds": 1}, out=tmp_path / "c")
     shutil.rmtree(tmp_path / "c" / "rounds")

@@ -12,7 +12,18 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from frostlab import __version__
-from frostlab.cli import bench, compare, diagnose, inspect, needs, records, report, runs, use
+from frostlab.cli import (
+    bench,
+    compare,
+    diagnose,
+    inspect,
+    matrix,
+    needs,
+    records,
+    report,
+    runs,
+    use,
+)
 from frostlab.cli.options import echo
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.launcher import check_variables, world_size
@@ -68,6 +79,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {  # in the order of --help
     "recipes": runs.recipes,
     "inspect": inspect.inspect,
     "run": runs.run,
+    "matrix": matrix.matrix,
     "runs": records.list_runs,
     "show": records.show,
     "diff": records.diff,

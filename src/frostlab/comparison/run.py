@@ -44,7 +44,7 @@ from frostlab.html import fragment
 from frostlab.models.stand_in import suggesting_stand_in, with_stand_ins
 from frostlab.recipe.load import watch_interval
 from frostlab.recipe.recipe import Scale
-from frostlab.records.folder import RunRecord
+from frostlab.records.folder import RunRecord, finished_status
 from frostlab.records.manifest import write_manifest
 from frostlab.records.schema import read
 from frostlab.storage import check_name, write_whole
@@ -393,7 +393,7 @@ def _carry_out(plan: Plan, folder: ComparisonFolder, runner: Runner | Finished) 
     check_records([*trials.records.values(), *rounds.values(), *more])
     evidence = gather(
         short, folder.path, trials, rounds, repeat=repeat, assay=assay, timing=timing,
-        looks=folder.look(short, results_of(short, trials)), jobs=_jobs(folder, runner),
+        looks=folder.look(short, results_of(short, trials)), jobs=_jobs(folder, runner, trials),
         made=how_made(plan, trials),
     )  # fmt: skip
     folder.write("evidence.json", evidence.to_dict())
@@ -404,13 +404,18 @@ def _carry_out(plan: Plan, folder: ComparisonFolder, runner: Runner | Finished) 
     write_manifest(folder.path, elsewhere=elsewhere)
 
 
-def _jobs(folder: ComparisonFolder, runner: Runner | Finished) -> int:
-    """Return the largest number of parallel runs in this call or an earlier one."""
+def _jobs(folder: ComparisonFolder, runner: Runner | Finished, trials: Trials) -> int:
+    """Return the largest number of parallel runs in this call, an earlier one, or any record."""
     try:
         earlier = read_evidence(folder.path / "evidence.json")
     except BadInput:  # evidence of another version, which this call replaces
         earlier = None
-    return max(runner.jobs, earlier.jobs if earlier else 1)
+    shared = [
+        record.result.runs_at_once
+        for record in trials.records.values()
+        if finished_status(record.folder) is not None
+    ]
+    return max(runner.jobs, earlier.jobs if earlier else 1, *shared)
 
 
 def _run_trials(plan: Plan, folder: ComparisonFolder, runner: Runner | Finished) -> Trials:
@@ -531,7 +536,8 @@ def _time_steps(
         from frostlab.comparison.timed_arms import time_steps
 
         try:
-            folder.write("steps.json", time_steps(plan, runner.data_dir, runner.say))
+            timed = time_steps(plan, runner.data_dir, runner.say, runner.device)
+            folder.write("steps.json", timed)
         except torch.OutOfMemoryError:
             raise FrostlabError(
                 "out of memory: step timing holds the models of all arms at once; lower "

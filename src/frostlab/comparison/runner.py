@@ -4,17 +4,9 @@ A task is one run of an arm, which is a variant of the recipe.
 """
 
 import json
-import multiprocessing
-import multiprocessing.connection
-import os
-import signal
-import threading
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,39 +14,42 @@ from typing import Any
 from frostlab.comparison.evidence import read_plan
 from frostlab.comparison.looks import Look, Looks, Results, take_look
 from frostlab.comparison.plan import SCHEMA, Arm, Plan
-from frostlab.errors import BadInput, FrostlabError, first_line
-from frostlab.recipe.recipe import Recipe
+from frostlab.errors import BadInput, FrostlabError
+from frostlab.matrix.places import Opened, Places, executor_in
+from frostlab.matrix.queue import Queue
+from frostlab.matrix.task import Task, is_done
+from frostlab.matrix.workers import InProcess, LocalWorkers, Slot
 from frostlab.records.folder import RunRecord, differences, finished_status
 from frostlab.records.manifest import MANIFEST, problems_in
 from frostlab.storage import Lock, finite, read_json, write_whole
-from frostlab.text import number
+from frostlab.text import counted
 from frostlab.training.loop import interruptions
-from frostlab.training.progress import Display, Nowhere, Screen
-from frostlab.training.run import RunFailed, run
+from frostlab.training.progress import Nowhere, Screen
+from frostlab.training.run import RunFailed
 from frostlab.typed import read
 
 _MOST_JOBS = 256
-_POLL_SECONDS = 0.2  # how often a signal is looked for while runs train in other processes
-_GRACE_SECONDS = 60.0  # for a run to stop after the process that started it was killed
 _PLAN, _LOCK = "plan.json", "compare.lock"
 _INPUTS = (_PLAN, "steps.json", "quick.json", "assay.json", "tuning.json")  # read by later calls
 
 
 @dataclass(frozen=True)
-class Task:
-    """One training run of an arm."""
+class ArmTask(Task):
+    """One training run of an arm, whose name is the record's."""
 
-    arm: str
     number: int  # the seed or, for a timed run, the round
-    recipe: Recipe
-    path: Path  # the run's folder
-    about: str  # name in progress lines
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The arm and the number."""
+        return self.name, self.number
 
 
 class Finished:
     """A stand-in for a `Runner`; it trains nothing, and returns the records of earlier runs."""
 
     data_dir: Path | None = None
+    device: str | None = None
     jobs = 1
 
     def say(self, line: str) -> None:
@@ -65,7 +60,7 @@ class Finished:
         raise BadInput(f"{path} is missing; finish the comparison with frostlab compare")
 
     def run_all(
-        self, tasks: Sequence["Task"], *, alone: bool = False
+        self, tasks: Sequence[ArmTask], *, alone: bool = False
     ) -> dict[tuple[str, int], RunRecord]:
         """Return the records of all tasks; refuse a task without a readable result."""
         for task in tasks:
@@ -74,8 +69,8 @@ class Finished:
                     f"{task.path} has no readable result; finish the comparison with "
                     "frostlab compare"
                 )
-            _is_done(task)
-        return {(task.arm, task.number): RunRecord(task.path) for task in tasks}
+            is_done(task)
+        return {task.key: RunRecord(task.path) for task in tasks}
 
 
 class Stopped(RunFailed):
@@ -83,22 +78,34 @@ class Stopped(RunFailed):
 
 
 class Runner:
-    """A runner of tasks, up to `jobs` at a time, that reports progress and the time left.
+    """A runner of tasks that reports progress and the time left.
 
-    On a live screen, tasks that run one at a time also have a bar.
+    Tasks run one at a time in this process, where they have a bar on a live screen; or `jobs` at a
+    time in workers on this device; or in the places that the user has chosen.
     """
 
-    def __init__(self, data_dir: Path | None, screen: Screen | None = None, jobs: int = 1) -> None:
+    def __init__(
+        self,
+        data_dir: Path | None,
+        screen: Screen | None = None,
+        jobs: int = 1,
+        places: Places | None = None,
+    ) -> None:
         if type(jobs) is not int or not 1 <= jobs <= _MOST_JOBS:
             raise BadInput(f"jobs {jobs!r:.40} should be a whole number from 1 to {_MOST_JOBS}")
         self.data_dir, self.screen, self.jobs = data_dir, screen or Nowhere(), jobs
-        self.say = self.screen.line
+        self.say, self._places = self.screen.line, places
+
+    @property
+    def device(self) -> str | None:
+        """The device of steps that are timed in this process; None: the recipe's."""
+        return None if self._places is None else self._places.first_device()
 
     def must_train(self, path: Path) -> None:
         """Accept that a file is missing, because this runner can make its content."""
 
     def run_all(
-        self, tasks: Sequence[Task], *, alone: bool = False
+        self, tasks: Sequence[ArmTask], *, alone: bool = False
     ) -> dict[tuple[str, int], RunRecord]:
         """Run the tasks that are not done, and return the records of all by arm and number.
 
@@ -108,125 +115,75 @@ class Runner:
         for path in {path for task in tasks for path in (task.path, task.path.parent)}:
             if path.is_symlink():
                 raise BadInput(f"{path} is a link; runs are written only inside their folder")
-        left = [task for task in tasks if not _is_done(task)]
+        left = [task for task in tasks if not is_done(task)]
         if len(left) < len(tasks):
             self.say(f"{len(tasks) - len(left)} of {len(tasks)} runs are done already")
-        at_once, total = 1 if alone else self.jobs, 0.0
-        for count, (task, outcome, seconds) in enumerate(self._outcomes(left, at_once), 1):
-            if outcome is None:
-                raise Stopped("stopped; the same command continues the comparison")
-            total += seconds
-            remaining = total / count * (len(left) - count) / at_once
-            self.say(
-                f"run {count} of {len(left)}  {task.about}  {outcome}  {seconds:.0f} s; "
-                f"{_duration(remaining)} left"
-            )
-        return {(task.arm, task.number): RunRecord(task.path) for task in tasks}
+        if left:
+            self._run(left, alone)
+        return {task.key: RunRecord(task.path) for task in tasks}
 
-    def _outcomes(
-        self, tasks: Sequence[Task], at_once: int
-    ) -> Iterator[tuple[Task, str | None, float]]:
-        """Yield each task with its outcome (None if stopped) and its seconds when the task ends."""
-        if at_once == 1 or len(tasks) < 2:
-            for task in tasks:
-                display = Display(self.screen, task.about) if self.screen.is_live else None
-                yield (task, *run_task(task, self.data_dir, display))
-            return
-        others = set(multiprocessing.active_children())
-        context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(at_once, context, initializer=_begin_worker)
-        running = {pool.submit(_run_in_worker, task, self.data_dir): task for task in tasks}
-        try:
-            with interruptions() as asked:
-                while running and not asked():
-                    ended = wait(running, _POLL_SECONDS, return_when=FIRST_COMPLETED).done
-                    for future in ended:
-                        yield (running.pop(future), *future.result())
-        except BrokenProcessPool:
+    def _run(self, left: Sequence[ArmTask], alone: bool) -> None:
+        """Run tasks through the queue; raise an error at the end if runs have no record."""
+        total, crashed, in_workers = 0.0, [], not self._stays_here(left, alone)
+        with self._executor(in_workers, alone) as opened, ExitStack() as stack:
+            # In this process, the run itself catches signals.
+            asked = stack.enter_context(interruptions()) if in_workers else _never
+            queue = Queue(opened.executor, asked_to_stop=asked, say=self.say)
+            outcomes = stack.enter_context(closing(queue.outcomes(left)))
+            for count, (task, outcome) in enumerate(outcomes, 1):
+                if outcome.kind == "stopped":
+                    raise Stopped("stopped; the same command continues the comparison")
+                if outcome.kind == "refused":
+                    raise BadInput(outcome.text)
+                if outcome.kind in ("crashed", "blocked"):
+                    crashed.append(f"{task.about} ({outcome.text})")
+                total += outcome.seconds
+                remaining = total / count * (len(left) - count) / opened.at_once
+                failed = "" if outcome.kind == "finished" else "failed: "
+                self.say(
+                    f"run {count} of {len(left)}  {task.about}  {failed}{outcome.text}  "
+                    f"{outcome.seconds:.0f} s; {_duration(remaining)} left"
+                )
+        if crashed:
             raise FrostlabError(
-                "a run's process was killed; the same command continues the comparison"
-            ) from None
-        finally:
-            if running:
-                for worker in set(multiprocessing.active_children()) - others:
-                    worker.terminate()  # its run stops after a step, with a checkpoint
-            pool.shutdown(cancel_futures=True)
-        for task in running.values():  # a signal has ended the loop
-            yield task, None, 0.0
+                f"{counted(len(crashed), 'runs')} ended without a result: {'; '.join(crashed[:3])};"
+                " the same command tries again"
+            )
+
+    def _stays_here(self, left: Sequence[ArmTask], alone: bool) -> bool:
+        """Return whether tasks run in this process."""
+        return self._places is None and (alone or self.jobs == 1 or len(left) < 2)
+
+    @contextmanager
+    def _executor(self, in_workers: bool, alone: bool) -> Iterator[Opened]:
+        if not in_workers:
+            yield Opened(InProcess(self.data_dir, self.screen), "this process", 1)
+        elif self._places is None:
+            workers = LocalWorkers([Slot("this device", self.jobs)], self.data_dir)
+            yield Opened(workers, "this device", self.jobs)
+        else:
+            places = self._places.for_one_run() if alone else self._places
+            with executor_in(places, self.data_dir, None, say=self.say) as opened:
+                self.jobs = max(self.jobs, opened.at_once)
+                yield opened
 
 
-_STOPPED = threading.Event()  # in a worker: its run was stopped, so it begins no other
+def _never() -> bool:
+    return False
 
 
-def _run_in_worker(task: Task, data_dir: Path | None) -> tuple[str | None, float]:
-    """Run a task in a worker; do nothing if an earlier run of the worker was stopped."""
-    if _STOPPED.is_set():  # the pool cannot cancel a task that a worker will take next
-        return None, 0.0
-    outcome, seconds = run_task(task, data_dir)
-    if outcome is None:
-        _STOPPED.set()
-    return outcome, seconds
-
-
-def _begin_worker() -> None:
-    """Prepare a worker: only its parent stops it, and it ends if the parent was killed."""
-    if hasattr(os, "setpgrp"):
-        os.setpgrp()  # a signal to the parent's group, such as Ctrl-C, would be a second one
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Wait for the end of the parent, then stop this worker's run and end the worker."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_GRACE_SECONDS)
-    os._exit(1)
-
-
-def run_task(
-    task: Task, data_dir: Path | None, display: Display | None = None
-) -> tuple[str | None, float]:
-    """Run a task, or resume it; return its outcome in words (None if stopped) and its seconds."""
-    began = time.monotonic()
-    try:
-        record = run(
-            task.recipe, name=task.arm, out=task.path, resume=task.path.exists(),
-            data_dir=data_dir, progress=display or False,
-        )  # fmt: skip
-    except RunFailed as error:
-        stopped = finished_status(task.path) == "stopped"
-        return None if stopped else f"failed: {error}", time.monotonic() - began
-    except Exception as error:  # the bug may affect only this arm, so the other runs continue
-        if isinstance(error, FrostlabError) or finished_status(task.path) != "failed":
-            raise
-        write_whole(task.path / "traceback.txt", traceback.format_exc())
-        return f"failed: {type(error).__name__}: {first_line(error)}", time.monotonic() - began
-    metric = task.recipe.metric
-    return f"{metric} {number(record.metrics[metric])}", time.monotonic() - began
-
-
-def _is_done(task: Task) -> bool:
-    """Return whether a task's run finished or diverged; refuse such a run of another recipe."""
-    if finished_status(task.path) not in ("finished", "diverged"):
-        return False
-    if RunRecord(task.path).result.recipe_digest != task.recipe.digest:
-        raise BadInput(
-            f"{task.path} holds a run of another recipe; choose another folder with --out"
-        )
-    return True
-
-
-def round_tasks(plan: Plan, folder: Path, tuned: Mapping[str, Mapping[str, float]]) -> list[Task]:
+def round_tasks(
+    plan: Plan, folder: Path, tuned: Mapping[str, Mapping[str, float]]
+) -> list[ArmTask]:
     """Return repeated runs of every arm with the first seed, which are only timed.
 
     `tuned` holds the values of tuned settings by arm. Every second round takes the arms in reverse
     order, so that a drift of the machine's speed affects all arms alike.
     """
     return [
-        Task(arm.name, index, plan.recipe_of(arm, plan.seeds[0], tuned.get(arm.name)),
-             folder / "rounds" / f"{arm.name}-r{index + 1}", f"{arm.name} round {index + 1}")
+        ArmTask(arm.name, plan.recipe_of(arm, plan.seeds[0], tuned.get(arm.name)),
+                folder / "rounds" / f"{arm.name}-r{index + 1}", f"{arm.name} round {index + 1}",
+                index)
         for index in range(plan.rounds)
         for arm in alternated(plan.arms, index)
     ]  # fmt: skip

@@ -518,8 +518,13 @@ def _raised_recompile_limit(recipes: Iterable[Recipe], device: torch.device) -> 
         yield
 
 
-def time_steps(plan: Plan, data_dir: Path | None, say: Callable[[str], None]) -> dict[str, Any]:
-    """Time every arm of a comparison against the baseline, and return the values of steps.json."""
+def time_steps(
+    plan: Plan, data_dir: Path | None, say: Callable[[str], None], device: str | None = None
+) -> dict[str, Any]:
+    """Time every arm of a comparison against the baseline, and return the values of steps.json.
+
+    `device` replaces the recipe's.
+    """
     assert plan.clock is not None
     seed = plan.seeds[0]
     recipes = {arm.name: plan.recipe_of(arm, seed) for arm in plan.arms}
@@ -528,8 +533,9 @@ def time_steps(plan: Plan, data_dir: Path | None, say: Callable[[str], None]) ->
     copies = f"{len(CONTROLS)} more copies of the baseline"
     say(f"timing {len(recipes)} arms and {copies} for about {plan.clock.seconds:.0f} s")
     timing = time_arms(
-        recipes, prepared, baseline=plan.baseline.name, device=choose_device(base.train.device),
-        seconds=plan.clock.seconds, width=plan.clock.width, alpha=plan.rules.time_level, say=say,
+        recipes, prepared, baseline=plan.baseline.name,
+        device=choose_device(device or base.train.device), seconds=plan.clock.seconds,
+        width=plan.clock.width, alpha=plan.rules.time_level, say=say,
     )  # fmt: skip
     arms = {name: _arm_evidence(name, timing) for name in timing.arms}
     return timing.to_dict() | {"arms": arms, "control": arms[timing.control]}

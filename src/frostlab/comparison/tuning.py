@@ -18,7 +18,7 @@ from statistics import fmean, stdev
 
 from frostlab.comparison.evidence import TunedSetting, TuningPoint
 from frostlab.comparison.plan import Arm, Plan
-from frostlab.comparison.runner import Finished, Runner, Task, alternated
+from frostlab.comparison.runner import ArmTask, Finished, Runner, alternated
 from frostlab.comparison.statistics import t_critical
 from frostlab.errors import BadInput
 from frostlab.recipe.settings import LOWER_IS_BETTER
@@ -250,11 +250,11 @@ def chosen_trials(plan: Plan, folder: Path) -> Trials:
     )
 
 
-def trial_task(plan: Plan, folder: Path, arm: Arm, trial: Trial, seed: int) -> Task:
+def trial_task(plan: Plan, folder: Path, arm: Arm, trial: Trial, seed: int) -> ArmTask:
     """Return the run of an arm with a trial's settings and a seed."""
     label = "".join(f"@{_short(key, trial)}={value:g}" for key, value in trial)
-    return Task(
-        arm=f"{arm.name}{label}",
+    return ArmTask(
+        name=f"{arm.name}{label}",
         number=seed,
         recipe=plan.recipe_of(arm, seed, dict(trial)),
         path=folder / "runs" / f"{arm.name}{label}-s{seed}",

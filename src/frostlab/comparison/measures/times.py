@@ -109,12 +109,13 @@ def _gap(of: str, own: Sequence[float], base: Sequence[float]) -> TotalGap | Non
 
 def whole_run_note(evidence: Evidence) -> str:
     """Say how the runs were trained, and that their times are no evidence about speed."""
+    at_once = f"shared the machine, up to {evidence.jobs} at a time"
     taken = (
-        "were trained at different times"
+        "were trained at different times" + (f" and {at_once}" if evidence.jobs > 1 else "")
         if evidence.plan.runs
         else "were trained one after another"
         if evidence.jobs == 1
-        else f"shared the machine, up to {evidence.jobs} at a time"
+        else at_once
     )
     return f"whole runs {taken}, so their times do not show which arm is faster"
 

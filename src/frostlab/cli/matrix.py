@@ -1,0 +1,193 @@
+"""`frostlab matrix`: many runs in one command, on one or more devices."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from frostlab.cli.options import (
+    DataDir,
+    RunsFolder,
+    ScaleOption,
+    Settings,
+    StandIn,
+    TrustRemoteCode,
+    check_data_dir,
+    echo,
+    settings_from,
+)
+from frostlab.errors import BadInput, FrostlabError
+from frostlab.text import counted
+
+if TYPE_CHECKING:
+    from frostlab.matrix.places import Places
+    from frostlab.matrix.store import MatrixFolder, MatrixPlan
+
+_START_SECONDS = 60.0  # for the driver to begin, before this command says that it did not
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        "--devices", metavar="DEVICES",
+        help="Devices to train on, e.g. cuda:0,cuda:1 (default: every free GPU, or the CPU).",
+    ),
+]  # fmt: skip
+PerDevice = Annotated[
+    str,
+    typer.Option(
+        "--per-device", metavar="N|auto",
+        help="Number of runs that share a device; their times are then not used for verdicts.",
+    ),
+]  # fmt: skip
+WhenIdle = Annotated[
+    bool, typer.Option("--when-idle", help="Wait until no other program uses the devices.")
+]
+
+
+def matrix(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="GROUP|FILE", help="Name of a shipped group, or a YAML file of a matrix."
+        ),
+    ],
+    only: Annotated[
+        str | None,
+        typer.Option(metavar="IDS", help="Experiments to run, e.g. gpt-01,gpt-02 (default: all)."),
+    ] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Number of seeds (default: the file's, or one)."),
+    ] = None,
+    settings: Settings = None,
+    devices: Devices = None,
+    per_device: PerDevice = "1",
+    when_idle: WhenIdle = False,
+    wait: Annotated[
+        bool,
+        typer.Option("--wait", help="Stay until all runs have ended, also on a terminal."),
+    ] = False,
+    add: Annotated[
+        bool,
+        typer.Option("--add", help="Add these runs to the matrix that runs in --runs now."),
+    ] = False,
+    notify: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="Command to start when a run fails or the matrix ends, e.g. 'mail {name} "
+            "{status}'.",
+        ),
+    ] = None,
+    data_dir: DataDir = None,
+    scale: ScaleOption = None,
+    stand_in: StandIn = False,
+    trust_remote_code: TrustRemoteCode = False,
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Train all runs of a group, or recipes × treatments × settings × seeds of a file.
+
+    The plan is written first. On a terminal, the runs then train in the background:
+    `frostlab status` shows them, `frostlab stop` stops them. Run the same command
+    again to continue after an interruption; finished runs are not repeated.
+    """
+    from frostlab.matrix.drive import check_notify
+    from frostlab.matrix.places import Places
+    from frostlab.matrix.plan import matrix_plan
+    from frostlab.matrix.store import MatrixFolder, holder_of
+
+    check_data_dir(data_dir)
+    check_notify(notify)
+    places = Places(devices, per_device, when_idle)
+    stand_ins = None
+    if stand_in:
+        from frostlab.cli.compare import stand_ins_from
+
+        stand_ins = stand_ins_from(data_dir)
+    plan = matrix_plan(
+        source,
+        seeds=None if seeds is None else list(range(seeds)),
+        settings=settings_from(settings, None, scale),
+        only=[] if only is None else [part.strip() for part in only.split(",")],
+        stand_in=stand_ins,
+        data_dir=data_dir,
+    )
+    holder = holder_of(runs)
+    if holder is not None and (add or holder.name == plan.name):
+        _add(plan, MatrixFolder(runs, holder.name))
+        return
+    if add:
+        raise BadInput(f"--add: no matrix runs in {runs}; start one without --add")
+    folder = MatrixFolder(runs, plan.name)
+    places.check()
+    if wait or not sys.stdout.isatty():
+        _drive(plan, folder, places, notify)
+    else:
+        _detach(plan, folder)
+
+
+def _add(plan: "MatrixPlan", folder: "MatrixFolder") -> None:
+    """Add runs to a live matrix."""
+    from frostlab.matrix.drive import add_to_live
+
+    new = add_to_live(plan, folder)
+    if new:
+        echo(f"{counted(new, 'runs')} will be added to {folder.name}, which is running")
+    else:
+        echo(f"{folder.name} is running, and has all of these runs; see `frostlab status`")
+
+
+def _drive(
+    plan: "MatrixPlan", folder: "MatrixFolder", places: "Places", notify: str | None
+) -> None:
+    """Work through the queue in this process."""
+    from frostlab.matrix.drive import drive
+    from frostlab.training.progress import choose_screen
+
+    ends = drive(plan, folder, places, notify=notify, say=choose_screen(True).line)
+    if ends.status != "finished":
+        raise typer.Exit(1)
+
+
+def _detach(plan: "MatrixPlan", folder: "MatrixFolder") -> None:
+    """Start this command again without a terminal, and wait until it has begun."""
+    from frostlab.matrix.drive import prepare_matrix
+    from frostlab.matrix.store import holder_of
+
+    merged, left = prepare_matrix(plan, folder)  # refuses what the driver would refuse
+    for run in merged.runs:
+        if run.missing is not None:
+            echo(f"{run.name} cannot run (missing: {run.missing}); the others go on")
+    try:
+        folder.logs.mkdir(parents=True, exist_ok=True)
+        log = folder.log.open("ab")
+    except OSError as error:
+        raise BadInput(f"{folder.path} cannot be written ({error.strerror})") from None
+    command = [sys.executable, "-m", "frostlab", *sys.argv[1:], "--wait"]
+    with log:
+        begins = log.tell()
+        driver = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            env=os.environ,
+        )  # fmt: skip
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        holder = holder_of(folder.runs)
+        if holder is not None and holder.pid == driver.pid:
+            break
+        if driver.poll() is not None:
+            text = folder.log.read_bytes()[begins:].decode(errors="replace").strip()
+            if driver.returncode == 0:
+                echo(text)
+                return
+            last = text.splitlines()[-1] if text else f"exit code {driver.returncode}"
+            kind = BadInput if driver.returncode == 2 else FrostlabError
+            raise kind(last.removeprefix("frostlab: "))
+        time.sleep(0.1)
+    echo(
+        f"{plan.name}: {counted(len(left), 'runs')} to train in the background (process "
+        f"{driver.pid}); `frostlab status` shows them, `frostlab stop {plan.name}` stops them"
+    )

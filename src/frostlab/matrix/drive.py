@@ -1,0 +1,332 @@
+"""The driver of a matrix: the one process that works through the queue of a folder of runs.
+
+It writes the plan first, then runs what is not done, answers requests that other programs leave in
+the matrix's folder, and writes down where it stands. Killed at any moment, the same command goes
+on: finished runs are not repeated, and unfinished ones continue from their last checkpoint.
+"""
+
+import os
+import shlex
+import socket
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from frostlab.errors import BadInput, FrostlabError
+from frostlab.matrix.places import Opened, Places, executor_in
+from frostlab.matrix.plan import merged, tasks_of
+from frostlab.matrix.queue import Queue
+from frostlab.matrix.store import (
+    SCHEMA,
+    DriverState,
+    MatrixFolder,
+    MatrixPlan,
+    RunState,
+    driving,
+)
+from frostlab.matrix.task import Outcome, Task, check_begun, is_done
+from frostlab.text import counted, hms, plain
+from frostlab.training.loop import interruptions
+from frostlab.typed import read
+
+EVERYTHING = "*"  # in a request to stop: the matrix itself
+_STATE_SECONDS = 0.5  # the least time between two writings of the state
+_LONGEST_SECONDS = 5.0  # the most time between two, so that readers see that the driver lives
+_PLAN_SECONDS = 2.0  # between two looks at plan.json
+_NOTIFY_SECONDS = 60.0  # the most time that the command of --notify may take
+_FAILED = ("failed", "crashed", "refused", "blocked")
+
+
+@dataclass(frozen=True)
+class Ends:
+    """How the runs of a matrix ended, in this call and before."""
+
+    counts: dict[str, int]  # finished, diverged, failed, stopped, missing
+    stopped: bool
+    seconds: float
+
+    @property
+    def failed(self) -> int:
+        """The number of runs that failed in any way, or lack data."""
+        return self.counts.get("failed", 0) + self.counts.get("missing", 0)
+
+    @property
+    def status(self) -> str:
+        """One word for the matrix."""
+        return "stopped" if self.stopped else "failed" if self.failed else "finished"
+
+
+def check_notify(command: str | None) -> None:
+    """Refuse a command of --notify that cannot be split or has unknown braces."""
+    if command is not None:
+        try:
+            [part.format(name="", status="") for part in shlex.split(command)]
+        except (ValueError, LookupError, AttributeError):
+            raise BadInput(
+                f"--notify {command!r:.80} should be a command with {{name}} and {{status}}"
+            ) from None
+
+
+def prepare_matrix(plan: MatrixPlan, folder: MatrixFolder) -> tuple[MatrixPlan, list[Task]]:
+    """Return a plan merged with the stored one, and its tasks that are not done.
+
+    Runs of other recipes in the folders of the plan are refused.
+    """
+    if folder.has_plan():
+        plan, _ = merged(folder.plan(), plan)
+    left = []
+    for task in tasks_of(plan, folder.runs):
+        if task.path.is_symlink():
+            raise BadInput(f"{task.path} is a link; runs are written only inside their folder")
+        if not is_done(task):
+            check_begun(task)
+            left.append(task)
+    return plan, left
+
+
+def drive(
+    plan: MatrixPlan,
+    folder: MatrixFolder,
+    places: Places,
+    *,
+    notify: str | None = None,
+    memory: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Ends:
+    """Carry out a plan, or continue it; return how its runs ended.
+
+    Args:
+        notify: a command that is started when a run fails and when the matrix ends, with {name}
+            and {status} replaced.
+        memory: bytes of GPU memory that the largest run needs, if that is known.
+    """
+    with driving(folder):
+        plan, left = prepare_matrix(plan, folder)
+        try:
+            folder.write_plan(plan)
+        except OSError as error:
+            raise BadInput(f"{folder.path} cannot be written ({error.strerror})") from None
+        data_dir = None if plan.data_dir is None else Path(plan.data_dir)
+        opening = executor_in(places, data_dir, folder.logs, say=say, memory=memory)
+        with interruptions() as asked, opening as opened:
+            return _Driver(plan, folder, opened, asked, notify, say).work(left)
+
+
+class _Driver:
+    """The state of a driver while it works."""
+
+    def __init__(
+        self,
+        plan: MatrixPlan,
+        folder: MatrixFolder,
+        opened: Opened,
+        asked: Callable[[], bool],
+        notify: str | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._plan, self._folder, self._say = plan, folder, say
+        self._opened, self._asked, self._notify_command = opened, asked, notify
+        self._queue = Queue(
+            opened.executor, asked_to_stop=self._asked_to_stop, each_turn=self._turn, say=say
+        )
+        self._stop_requests = 0
+        self._began = time.time()
+        self._states = {
+            run.name: RunState("missing", error=f"missing: {run.missing}")
+            for run in plan.runs if run.missing is not None
+        }  # fmt: skip
+        self._attempts: Counter[str] = Counter()
+        self._since: dict[Path, float] = {}
+        self._written = self._looked = 0.0
+        self._last: DriverState | None = None
+        self._plan_time = self._modified()
+
+    def _asked_to_stop(self) -> bool:
+        """Return whether a signal or a request has asked the matrix to stop."""
+        return self._stop_requests > 0 or self._asked()
+
+    def work(self, left: Sequence[Task]) -> Ends:
+        """Run the tasks that are left, and return how all runs ended."""
+        runnable = sum(run.missing is None for run in self._plan.runs)
+        for name, state in self._states.items():
+            self._say(f"{name} cannot run ({state.error}); the others go on")
+        if len(left) < runnable:
+            self._say(f"{runnable - len(left)} of {runnable} runs are done already")
+        self._say(f"{counted(len(left), 'runs')} on {self._opened.about}")
+        stopped = True
+        try:
+            with closing(self._queue.outcomes(left)) as outcomes:
+                for count, (task, outcome) in enumerate(outcomes, 1):
+                    self._ended(task, outcome, count)
+            stopped = self._asked_to_stop()
+        finally:
+            self._write_state("stopped" if stopped else "finished", last=True)
+        ends = self._ends(stopped)
+        self._say(_summary(self._plan.name, ends))
+        self._notify(self._plan.name, ends.status)
+        return ends
+
+    def _ended(self, task: Task, outcome: Outcome, count: int) -> None:
+        name = task.path.name
+        self._since.pop(task.path, None)
+        if outcome.kind in _FAILED:
+            kind = "failed" if outcome.kind == "blocked" else outcome.kind
+            attempts = self._attempts[name]
+            self._states[name] = RunState(kind, attempts=attempts, error=outcome.text)
+            self._notify(name, "failed")
+        elif outcome.kind == "stopped":
+            self._states[name] = RunState("stopped", attempts=self._attempts[name])
+        else:
+            self._states.pop(name, None)
+        waiting = len(self._queue.waiting) + len(self._queue.executor.running())
+        passed = time.time() - self._began
+        words = "" if outcome.kind == "finished" else f"{outcome.kind}: "
+        self._say(
+            f"run {count} of {count + waiting}  {task.about}  {words}{outcome.text}  "
+            f"{outcome.seconds:.0f} s; {hms(passed / count * waiting)} left"
+        )
+
+    def _turn(self) -> None:
+        """Answer requests and write the state, if it is time."""
+        running = self._queue.executor.running()
+        for path in running:
+            if path not in self._since:
+                self._since[path] = time.time()
+                self._attempts[path.name] += 1
+        self._since = {path: since for path, since in self._since.items() if path in running}
+        for request in self._folder.requests():
+            self._answer(request)
+        self._keep_plan()
+        status = "stopping" if self._asked_to_stop() else "running"
+        if self._queue.disk is not None:
+            status = "waiting"
+        self._write_state(status)
+
+    def _answer(self, request: dict[str, Any]) -> None:
+        """Stop a run or the matrix, or add runs."""
+        name = request.get("stop")
+        if name == EVERYTHING:
+            self._stop_requests += 1
+            if self._stop_requests > 1:
+                raise KeyboardInterrupt
+        elif isinstance(name, str) and self._plan.run(name) is not None:
+            if self._queue.drop(self._folder.runs / name):
+                self._say(f"{name} is stopped")
+                self._states[name] = RunState("stopped", attempts=self._attempts[name])
+        elif "add" in request:
+            try:
+                self._add(read(MatrixPlan, request["add"], "a request"))
+            except FrostlabError as error:
+                self._say(f"no runs were added: {error}")
+
+    def _add(self, other: MatrixPlan) -> None:
+        """Add the runs of another plan to the queue, and store them."""
+        plan, added = merged(self._plan, other)
+        names = {run.name for run in added}
+        tasks = [task for task in tasks_of(plan, self._folder.runs) if task.path.name in names]
+        left = [task for task in tasks if not is_done(task)]
+        for task in left:
+            check_begun(task)
+        self._folder.write_plan(plan)
+        self._plan, self._plan_time = plan, self._modified()
+        self._states |= {
+            run.name: RunState("missing", error=f"missing: {run.missing}")
+            for run in added if run.missing is not None
+        }  # fmt: skip
+        self._queue.add(left)
+        self._say(f"added: {counted(len(left), 'runs')}")
+
+    def _keep_plan(self) -> None:
+        """Restore plan.json if another program has changed it; keep what that program wrote."""
+        if time.monotonic() - self._looked < _PLAN_SECONDS:
+            return
+        self._looked = time.monotonic()
+        if self._modified() in (self._plan_time, None):
+            return
+        with suppress(OSError):
+            kept = self._folder.keep_changed_plan()
+            self._folder.write_plan(self._plan)
+            self._plan_time = self._modified()
+            self._say(
+                f"plan.json was changed while the matrix runs; it goes on with its own plan, and "
+                f"the changed one is {kept.name}; add runs with `frostlab matrix FILE --add`"
+            )
+
+    def _modified(self) -> int | None:
+        with suppress(OSError):
+            return (self._folder.path / "plan.json").stat().st_mtime_ns
+        return None
+
+    def _write_state(self, status: str, last: bool = False) -> None:
+        """Write the state if it has changed, but not too often; a full disk is no error here."""
+        now = time.monotonic()
+        if not last and now - self._written < _STATE_SECONDS:
+            return
+        running = {
+            path.name: RunState("running", place, self._since.get(path), self._attempts[path.name])
+            for path, place in ({} if last else self._queue.executor.running()).items()
+        }
+        state = DriverState(
+            schema=SCHEMA, status=status, pid=os.getpid(), host=socket.gethostname(),
+            began=self._began, updated=round(time.time(), 3), places=self._opened.about,
+            at_once=self._opened.at_once, runs={**self._states, **running}, note=self._queue.disk,
+        )  # fmt: skip
+        same = self._last is not None and replace(state, updated=self._last.updated) == self._last
+        if same and not last and now - self._written < _LONGEST_SECONDS:
+            return
+        with suppress(OSError):
+            self._folder.write_state(state)
+            self._last = state
+        self._written = now
+
+    def _ends(self, stopped: bool) -> Ends:
+        counts: Counter[str] = Counter()
+        for run in self._plan.runs:
+            state = self._states.get(run.name)
+            if state is None:
+                with suppress(FrostlabError, OSError):
+                    counts[_status(self._folder.runs / run.name)] += 1
+            elif state.state in _FAILED:
+                counts["failed"] += 1
+            else:
+                counts[state.state] += 1
+        return Ends(dict(counts), stopped, time.time() - self._began)
+
+    def _notify(self, name: str, status: str) -> None:
+        """Start the command of --notify; a problem with it is shown, and changes nothing."""
+        if self._notify_command is None:
+            return
+        parts = [
+            part.format(name=name, status=status) for part in shlex.split(self._notify_command)
+        ]
+        try:
+            subprocess.run(
+                parts, stdin=subprocess.DEVNULL, timeout=_NOTIFY_SECONDS, check=True,
+                capture_output=True,
+            )  # fmt: skip
+        except (OSError, subprocess.SubprocessError) as error:
+            self._say(f"--notify failed: {plain(str(error))}")
+
+
+def _status(path: Path) -> str:
+    from frostlab.records.folder import finished_status
+
+    return finished_status(path) or "waiting"
+
+
+def _summary(name: str, ends: Ends) -> str:
+    parts = [f"{count} {word}" for word, count in sorted(ends.counts.items())]
+    told = "stopped; the same command continues it" if ends.stopped else "ended"
+    return f"{name} {told}: {', '.join(parts)}, {hms(ends.seconds)}"
+
+
+def add_to_live(plan: MatrixPlan, folder: MatrixFolder) -> int:
+    """Ask the live driver of a matrix to add the runs of a plan; return how many are new."""
+    _, added = merged(folder.plan(), plan)
+    folder.request(add=asdict(plan))
+    return len(added)

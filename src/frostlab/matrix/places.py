@@ -1,0 +1,85 @@
+"""Where runs train, and the executor for it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from frostlab.matrix.mps import multi_process_service, used_by_cuda
+from frostlab.matrix.queue import Executor
+from frostlab.matrix.slots import (
+    IdleDevices,
+    described,
+    free_devices,
+    make_slots,
+    parse_devices,
+    parse_per_device,
+)
+from frostlab.matrix.workers import LocalWorkers
+
+
+@dataclass(frozen=True)
+class Places:
+    """The user's choice of places; the default is one run at a time on every free GPU."""
+
+    devices: str | None = None  # such as cuda:0,cuda:1; None: every free GPU, or else the CPU
+    per_device: str = "1"  # runs at the same time on one device, or auto
+    when_idle: bool = False  # wait until no other program uses a device
+
+    def check(self) -> None:
+        """Refuse contradictions and values that cannot be, before anything is started."""
+        parse_per_device(self.per_device)
+        names = parse_devices(self.devices)
+        free_devices(names, self.devices is not None, self.when_idle)
+
+    def for_one_run(self) -> "Places":
+        """Return the choice for runs that must not share anything: the first device alone."""
+        return replace(self, devices=self.first_device(), per_device="1")
+
+    def first_device(self) -> str:
+        """Return the first device that was chosen."""
+        return parse_devices(self.devices)[0]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An executor, and what a user is told about it."""
+
+    executor: Executor
+    about: str
+    at_once: int
+
+
+@contextmanager
+def executor_in(
+    places: Places,
+    data_dir: Path | None,
+    logs: Path | None,
+    *,
+    say: Callable[[str], None] = lambda line: None,
+    memory: int | None = None,
+) -> Iterator[Opened]:
+    """Open the executor of a choice of places.
+
+    Args:
+        logs: a folder for the output of every run, or None.
+        memory: bytes of GPU memory that the largest run needs, if that is known.
+    """
+    chosen = places.devices is not None
+    names = free_devices(parse_devices(places.devices), chosen, places.when_idle)
+    per_device = parse_per_device(places.per_device)
+    with ExitStack() as stack:
+        mps = None
+        if per_device is None and any(name != "cpu" for name in names):
+            service = stack.enter_context(multi_process_service())
+            refusal = service.refusal or used_by_cuda(service.variables)
+            mps = None if refusal else service.variables
+            say(f"CUDA MPS is not used: {refusal}" if refusal else "CUDA MPS shares the GPUs")
+        slots = make_slots(names, per_device, memory=memory, mps=mps)
+        usable = IdleDevices() if places.when_idle else _any_device
+        at_once = sum(slot.at_once for slot in slots)
+        yield Opened(LocalWorkers(slots, data_dir, logs, usable), described(slots), at_once)
+
+
+def _any_device(device: str) -> bool:
+    return True

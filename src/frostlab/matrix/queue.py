@@ -1,0 +1,165 @@
+"""The queue of runs: it starts tasks on an executor, retries crashes, and waits for a full disk.
+
+An executor knows how to run tasks somewhere: in this process, in warm workers on this machine's
+devices, on a Ray cluster or through Slurm. The queue decides which task is next, and what an
+attempt that did not finish means. Comparisons and matrices use this one queue.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from frostlab.matrix.task import Outcome, Task, disk_problem
+from frostlab.records.index import LOCK
+from frostlab.storage import is_locked
+
+_POLL_SECONDS = 0.2  # how often signals and requests are looked for
+_DISK_SECONDS = 2.0  # between two attempts to write to a disk that was full or read-only
+_MOST_BLOCKED = 100  # attempts of one task that a full or read-only disk may end
+_ATTEMPTS = 2  # a crash is retried once
+Ended = tuple[Task, Outcome]
+
+
+class Executor(Protocol):
+    """A place where tasks run."""
+
+    def free(self) -> int:
+        """Return how many more tasks can be started now."""
+
+    def start(self, task: Task) -> None:
+        """Start a task."""
+
+    def wait(self, seconds: float) -> list[Ended]:
+        """Return the tasks that have ended; wait for one if none has, but only so long."""
+
+    def running(self) -> dict[Path, str]:
+        """Return where the tasks that run now are: the device, node or job, by folder."""
+
+    def stop(self, paths: Iterable[Path]) -> None:
+        """Ask tasks to stop after a step, with a checkpoint."""
+
+    def close(self, kill: bool = False) -> None:
+        """Release what the executor holds; `kill` ends running tasks at once."""
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+class Queue:
+    """Tasks that wait for a place, in order; `outcomes` runs them all.
+
+    Args:
+        asked_to_stop: a function that returns whether the queue should stop.
+        each_turn: a function that is called several times a second, and after every end of a task.
+        say: a function that shows a line.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        asked_to_stop: Callable[[], bool] = lambda: False,
+        each_turn: Callable[[], None] = _nothing,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.executor = executor
+        self.waiting: list[Task] = []
+        self.disk: str | None = None  # why no task is started: the disk cannot be written
+        self._asked_to_stop, self._each_turn, self._say = asked_to_stop, each_turn, say
+        self._crashes: Counter[Path] = Counter()
+        self._blocked: Counter[Path] = Counter()
+        self._unwanted: set[Path] = set()  # tasks that were asked to stop one by one
+        self._next_probe = 0.0
+
+    def outcomes(self, tasks: Sequence[Task]) -> Generator[Ended, None, None]:
+        """Yield each task with its last outcome when it ends; after a stop, those that ran.
+
+        A second signal raises KeyboardInterrupt, and the running tasks are killed.
+        """
+        self.waiting += tasks
+        stopping, done = False, False
+        try:
+            while self.waiting or self.executor.running():
+                self._each_turn()
+                if self._asked_to_stop() and not stopping:
+                    stopping = True
+                    self.waiting.clear()
+                    self.executor.stop(list(self.executor.running()))
+                if not stopping:
+                    self._start()
+                for task, outcome in self.executor.wait(_POLL_SECONDS):
+                    if stopping and outcome.kind in ("crashed", "blocked", "lost"):
+                        yield task, Outcome("stopped", outcome.text, outcome.seconds)
+                    elif stopping or self._is_last(task, outcome):
+                        yield task, outcome
+            done = True
+        finally:
+            self.executor.close(kill=not done)
+
+    def _start(self) -> None:
+        """Start tasks while there is room; leave folders alone that a dying process still holds."""
+        if not self.waiting or not self.executor.free() or not self._disk_is_fine():
+            return
+        for task in list(self.waiting):
+            if not self.executor.free():
+                return
+            if not is_locked(task.path / LOCK):
+                self.waiting.remove(task)
+                self.executor.start(task)
+
+    def _disk_is_fine(self) -> bool:
+        if self.disk is None:
+            return True
+        if time.monotonic() < self._next_probe:
+            return False
+        problem = disk_problem(self.waiting[0].path.parent)
+        if problem is not None:
+            self._next_probe = time.monotonic() + _DISK_SECONDS
+            return False
+        self._say("the disk can be written again; the runs go on")
+        self.disk = None
+        return True
+
+    def _is_last(self, task: Task, outcome: Outcome) -> bool:
+        """Return whether an outcome ends a task; if it does not, the task waits for another try."""
+        if task.path in self._unwanted:
+            self._unwanted.discard(task.path)
+            return True
+        if outcome.kind == "blocked":
+            self._blocked[task.path] += 1
+            if self._blocked[task.path] >= _MOST_BLOCKED:
+                return True
+            if self.disk is None:
+                self._say(f"{task.about}: {outcome.text}; the runs wait until it can be written")
+            self.disk = outcome.text
+            self._next_probe = time.monotonic() + _POLL_SECONDS
+        elif outcome.kind == "crashed":
+            self._crashes[task.path] += 1
+            if self._crashes[task.path] >= _ATTEMPTS:
+                return True
+            self._say(f"{task.about}: {outcome.text}; it is tried once more")
+        elif outcome.kind != "lost":
+            return True
+        else:
+            self._say(f"{task.about}: {outcome.text}; it goes on elsewhere")
+        self.waiting.insert(0, task)
+        return False
+
+    def add(self, tasks: Iterable[Task]) -> None:
+        """Add tasks to the end of a live queue."""
+        self.waiting += tasks
+
+    def drop(self, path: Path) -> bool:
+        """Stop a task that runs, or forget one that waits; return whether there was one."""
+        for task in self.waiting:
+            if task.path == path:
+                self.waiting.remove(task)
+                return True
+        if path not in self.executor.running():
+            return False
+        self._unwanted.add(path)
+        self.executor.stop([path])
+        return True

@@ -1,0 +1,206 @@
+"""The devices of a queue: which there are, which others use, and how many runs share one."""
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from frostlab.errors import BadInput, nearest
+from frostlab.matrix.workers import Slot
+from frostlab.records.telemetry import Gpu, NoGpu, wanted_gpu
+from frostlab.text import counted
+
+_MOST_AT_ONCE = 256
+# With more runs at once on one GPU, a run takes longer: processes take turns on it. Both numbers
+# are the best of `python benchmarks/sharing.py`; see docs/measurements.md.
+BEST_AT_ONCE = 5
+BEST_WITH_MPS = 10
+_MEMORY_SHARE = 0.9  # of the free memory that the runs of a device may need together
+_USED_BYTES = 1 << 30  # a GPU with more memory in use than this is taken
+_IDLE_SECONDS = 10.0  # between two looks at a GPU that is not idle
+_MPS_SERVER = "nvidia-cuda-mps"  # name of a process that shares a GPU, not one that uses it
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """What a GPU's driver says about its use."""
+
+    memory_used: int  # bytes, by all processes
+    memory_total: int
+    utilisation: float  # percent
+    ours: bool  # whether a process of this program uses it
+    others: tuple[int, ...]  # further processes that use it
+
+
+def gpu_use(device: str) -> GpuUse | None:
+    """Return how a GPU is used now; None if it cannot be asked."""
+    try:
+        gpu = Gpu(wanted_gpu(device))
+        memory = gpu.ask("nvmlDeviceGetMemoryInfo")
+        pids: list[int] = []
+        with suppress(Exception):  # some drivers do not list processes
+            pids = [each.pid for each in gpu.ask("nvmlDeviceGetComputeRunningProcesses")]
+        others = tuple(pid for pid in pids if not _is_ours(pid))
+        ours = len(others) < len(pids) or _has_children()
+        return GpuUse(int(memory.used), int(memory.total), gpu.utilisation(), ours, others)
+    except Exception:  # NVML's errors have their own class, which needs the extra `gpu`
+        return None
+
+
+def _is_ours(pid: int) -> bool:
+    """Return whether a process belongs to this program, or is the server of MPS."""
+    import psutil  # type: ignore[import-untyped]
+
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        parents = {parent.pid for parent in process.parents()}
+        return os.getpid() in parents | {pid} or process.name().startswith(_MPS_SERVER)
+    return False
+
+
+def _has_children() -> bool:
+    """Return whether this program has workers, whose memory the driver may count as used."""
+    import multiprocessing
+
+    return bool(multiprocessing.active_children())
+
+
+def count_gpus() -> int:
+    """Return the number of CUDA devices that this process can use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        first = Gpu(wanted_gpu("cuda:0"))
+        number = int(first.nvml.nvmlDeviceGetCount())
+        return number if visible is None else len([w for w in visible.split(",") if w.strip()])
+    except NoGpu:
+        if not os.path.exists("/dev/nvidiactl"):
+            return 0
+    except Exception:  # an error of NVML
+        pass
+    import torch  # slow, and only needed if the driver cannot be asked through NVML
+
+    return torch.cuda.device_count()
+
+
+def parse_devices(text: str | None) -> list[str]:
+    """Return the devices in `cuda:0,cuda:1`; None: every GPU, or else the CPU."""
+    gpus = [f"cuda:{index}" for index in range(count_gpus())]
+    if text is None:
+        return gpus or ["cpu"]
+    names = [part.strip() for part in text.split(",")]
+    names = ["cuda:0" if name == "cuda" else name for name in names]
+    for name in names:
+        if name not in ("cpu", *gpus):
+            there = ", ".join([*gpus, "cpu"])
+            hint = nearest(name, [*gpus, "cpu"]) or f"; there are {there}"
+            raise BadInput(f"--devices {name!r:.40} is not a device of this machine{hint}")
+    if len(set(names)) < len(names):
+        raise BadInput(f"--devices {text:.80} names a device twice; use --per-device instead")
+    return names
+
+
+def free_devices(names: Sequence[str], chosen: bool, when_idle: bool) -> list[str]:
+    """Return the devices that no other program uses; refuse a chosen one that is taken.
+
+    With `when_idle`, all are returned, because the queue waits for them.
+    """
+    if when_idle:
+        return list(names)
+    free = []
+    for name in names:
+        user = taken_by(name)
+        if user is None:
+            free.append(name)
+        elif chosen:
+            raise BadInput(f"--devices {name} is in use ({user}); wait for it with --when-idle")
+    if not free:
+        raise BadInput(f"every GPU is in use ({', '.join(names)}); wait with --when-idle")
+    return free
+
+
+def taken_by(device: str) -> str | None:
+    """Return who uses a GPU besides this program, in words; None if nobody does."""
+    if device == "cpu" or (use := gpu_use(device)) is None:
+        return None
+    used = f"{use.memory_used / 1e9:.1f} GB"
+    if use.others:
+        return f"by process {', '.join(map(str, use.others[:3]))}, {used}"
+    # Inside a container, the driver lists no processes of others.
+    return None if use.ours or use.memory_used <= _USED_BYTES else f"{used} of its memory"
+
+
+class IdleDevices:
+    """A function that returns whether no other program uses a device; it asks now and then."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[float, bool]] = {}
+
+    def __call__(self, device: str) -> bool:
+        """Return whether runs may start on a device now."""
+        at, idle = self._known.get(device, (-_IDLE_SECONDS, False))
+        if time.monotonic() - at >= _IDLE_SECONDS:
+            idle = taken_by(device) is None
+            self._known[device] = (time.monotonic(), idle)
+        return idle
+
+
+def parse_per_device(text: str) -> int | None:
+    """Return the number of runs per device; None for `auto`."""
+    if text == "auto":
+        return None
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= _MOST_AT_ONCE):
+        raise BadInput(
+            f"--per-device {text!r:.40} should be auto or a whole number from 1 to {_MOST_AT_ONCE}"
+        )
+    return int(text)
+
+
+def make_slots(
+    names: Iterable[str],
+    per_device: int | None,
+    *,
+    memory: int | None = None,
+    mps: Mapping[str, str] | None = None,
+) -> list[Slot]:
+    """Return the slots of devices.
+
+    Args:
+        per_device: runs at the same time on each; None: as many as measurements advise.
+        memory: bytes that the largest run needs, if that is known; it limits the choice.
+        mps: the variables by which workers find CUDA MPS; None: it is not used.
+    """
+    slots = []
+    for name in names:
+        variables = _visible(name) | (dict(mps) if mps and name != "cpu" else {})
+        slot = Slot(name, 1, variables)
+        at_once = advised(name, memory, bool(mps)) if per_device is None else per_device
+        slots.append(replace(slot, at_once=at_once))
+    return slots
+
+
+def advised(device: str, memory: int | None, mps: bool) -> int:
+    """Return how many runs share a device with `--per-device auto`."""
+    if device == "cpu":
+        return 1
+    most = BEST_WITH_MPS if mps else BEST_AT_ONCE
+    use = gpu_use(device)
+    if memory and use is not None:
+        free = _MEMORY_SHARE * (use.memory_total - use.memory_used)
+        most = min(most, int(free // memory))
+    return max(1, min(most, os.cpu_count() or 1))
+
+
+def _visible(device: str) -> dict[str, str]:
+    """Return the variables by which a worker sees only this device."""
+    if device == "cpu":
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    return {"CUDA_VISIBLE_DEVICES": str(wanted_gpu(device)[0])}
+
+
+def described(slots: Sequence[Slot]) -> str:
+    """Describe slots in a few words."""
+    return ", ".join(
+        slot.device + (f" ({counted(slot.at_once, 'runs')} at once)" if slot.at_once > 1 else "")
+        for slot in slots
+    )

@@ -1,0 +1,259 @@
+"""The folder of a matrix inside the folder of runs: plan, state, requests, logs and the lock.
+
+A matrix named N has the folder `matrices/N` next to its runs. `plan.json` is written first and says
+which runs there are; `state.json` says what its driver, the process that works through the queue,
+does now; other programs leave files in `requests` for the driver. One driver at a time holds the
+lock of the folder of runs. Nothing here imports torch or pydantic, so that `frostlab status` is
+fast.
+"""
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from frostlab.errors import BadInput, FrostlabError, nearest
+from frostlab.storage import Lock, digest_of, finite, is_locked, read_json, write_whole
+from frostlab.typed import read
+
+SCHEMA = 1  # version of plan.json and state.json
+MATRICES = "matrices"
+_PLAN, _STATE, _REQUESTS, _LOGS, _LOCK, _HOLDER = (
+    "plan.json", "state.json", "requests", "logs", "driver.lock", "driver.json",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a matrix."""
+
+    name: str  # of its folder
+    id: str  # the experiment's id, or the recipe's name with its settings
+    phase: str  # the group, or the matrix's name
+    data: str
+    method: str  # the treatment
+    seed: int
+    metric: str
+    recipe: int  # its place in the list of recipes
+    optional: bool = False  # whether the published studies only suggest it
+    baseline: str | None = None  # name of the run that it is compared with; null: it is one
+    missing: str | None = None  # what it lacks, so that it cannot run
+
+
+@dataclass(frozen=True)
+class MatrixPlan:
+    """The content of plan.json."""
+
+    schema: int
+    name: str
+    source: str  # the group or file that it was made from
+    planned: float  # s since 1970
+    data_dir: str | None
+    runs: list[PlannedRun]
+    recipes: list[dict[str, Any]]  # without their seeds
+
+    @property
+    def digest(self) -> str:
+        """A digest of the runs and recipes."""
+        return digest_of([[asdict(run) for run in self.runs], self.recipes])
+
+    def run(self, name: str) -> PlannedRun | None:
+        """Return the run of this name."""
+        return next((run for run in self.runs if run.name == name), None)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What the driver knows about a run that its record does not say."""
+
+    state: str  # running, failed, stopped, crashed, refused or missing
+    place: str | None = None  # device, node or job
+    began: float | None = None  # s since 1970
+    attempts: int = 1
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class DriverState:
+    """The content of state.json."""
+
+    schema: int
+    status: str  # running, waiting, stopping, stopped, finished
+    pid: int
+    host: str
+    began: float  # s since 1970
+    updated: float  # s since 1970
+    places: str  # the devices, or the cluster
+    at_once: int  # the most runs at the same time
+    runs: dict[str, RunState] = field(default_factory=dict)  # by name, if there is anything to say
+    note: str | None = None  # why no run is started, such as a full disk
+    slurm: dict[str, str] = field(default_factory=dict)  # name → job that was submitted
+
+
+class MatrixFolder:
+    """The folder of one matrix."""
+
+    def __init__(self, runs: Path, name: str) -> None:
+        self.runs, self.name = runs, name
+        self.path = runs / MATRICES / name
+
+    @property
+    def logs(self) -> Path:
+        """The folder of logs, one file per run."""
+        return self.path / _LOGS
+
+    @property
+    def log(self) -> Path:
+        """The log of the driver itself."""
+        return self.path / "driver.log"
+
+    def plan(self) -> MatrixPlan:
+        """Return the stored plan."""
+        return read_plan(self.path / _PLAN)
+
+    def has_plan(self) -> bool:
+        """Return whether a plan is stored."""
+        return (self.path / _PLAN).exists()
+
+    def write_plan(self, plan: MatrixPlan) -> None:
+        """Store a plan."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path / _PLAN, json.dumps(finite(asdict(plan)), indent=1) + "\n")
+
+    def keep_changed_plan(self) -> Path:
+        """Rename a plan.json that another program has changed, and return its new path."""
+        path = self.path / f"plan-changed-{int(time.time())}.json"
+        os.replace(self.path / _PLAN, path)
+        return path
+
+    def state(self) -> DriverState | None:
+        """Return what the driver last wrote; None if it has written nothing readable."""
+        try:
+            state = read(DriverState, read_json(self.path / _STATE), self.path / _STATE)
+        except (OSError, BadInput):
+            return None
+        if state.status != "finished" and not self.is_live(state):
+            return replace(state, status="stopped", runs=_ended(state.runs))
+        return state
+
+    def is_live(self, state: DriverState) -> bool:
+        """Return whether the driver that wrote a state still runs."""
+        holder = holder_of(self.runs)
+        return holder is not None and (holder.name, holder.pid) == (self.name, state.pid)
+
+    def write_state(self, state: DriverState) -> None:
+        """Store the driver's state."""
+        write_whole(self.path / _STATE, json.dumps(finite(asdict(state)), indent=1) + "\n")
+
+    def request(self, **values: Any) -> None:
+        """Leave a request for the driver: `stop` with a run's name, or `add` with a plan."""
+        folder = self.path / _REQUESTS
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"{time.time_ns():020}-{secrets.token_hex(4)}.json"
+        write_whole(folder / name, json.dumps(finite(values)) + "\n")
+
+    def requests(self) -> Iterator[dict[str, Any]]:
+        """Yield the requests, oldest first, and remove each of them afterwards."""
+        for path in sorted((self.path / _REQUESTS).glob("[0-9]*.json")):
+            with suppress(OSError, BadInput):
+                values = read_json(path)
+                if isinstance(values, dict):
+                    yield values
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def _ended(runs: dict[str, RunState]) -> dict[str, RunState]:
+    """Return the states without those of runs that ran when the driver ended."""
+    return {name: run for name, run in runs.items() if run.state != "running"}
+
+
+def read_plan(path: Path) -> MatrixPlan:
+    """Read a plan.json; refuse one that another version wrote."""
+    try:
+        values = read_json(path)
+    except FileNotFoundError:
+        raise BadInput(f"{path.parent} holds no matrix: it has no {path.name}") from None
+    version = values.get("schema") if isinstance(values, dict) else None
+    if version != SCHEMA:
+        raise BadInput(f"{path} has schema {version!r:.40}, and this frostlab reads {SCHEMA}")
+    plan = read(MatrixPlan, values, path)
+    if any(not 0 <= run.recipe < len(plan.recipes) for run in plan.runs):
+        raise BadInput(f"{path}: a run names a recipe that is not in the list")
+    return plan
+
+
+def matrix_names(runs: Path) -> list[str]:
+    """Return the names of the matrices in a folder of runs, the newest last."""
+    paths = (runs / MATRICES).glob(f"*/{_PLAN}")
+    return [path.parent.name for path in sorted(paths, key=lambda path: path.stat().st_mtime)]
+
+
+def find_matrix(runs: Path, name: str | None = None) -> MatrixFolder | None:
+    """Return a matrix by name; None: the live one, or else the newest, if there is any."""
+    names = matrix_names(runs)
+    if name is None:
+        holder = holder_of(runs)
+        if holder is not None and holder.name in names:
+            return MatrixFolder(runs, holder.name)
+        return MatrixFolder(runs, names[-1]) if names else None
+    if name not in names:
+        raise BadInput(f"no matrix {name!r:.80} in {runs}{nearest(name, names)}")
+    return MatrixFolder(runs, name)
+
+
+# The lock of a folder of runs
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The driver that holds the lock of a folder of runs."""
+
+    name: str  # of its matrix
+    pid: int
+    host: str
+
+
+def holder_of(runs: Path) -> Holder | None:
+    """Return the driver that works on a folder of runs now; None if none does."""
+    if not is_locked(runs / MATRICES / _LOCK):
+        return None
+    with suppress(OSError, BadInput):
+        path = runs / MATRICES / _HOLDER
+        return read(Holder, read_json(path), path)
+    return None
+
+
+@contextmanager
+def driving(folder: MatrixFolder) -> Iterator[None]:
+    """Hold the lock of a folder of runs; refuse it if another matrix runs there."""
+    parent = folder.runs / MATRICES
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        lock = Lock(parent / _LOCK)
+        locked = lock.acquire(seconds=0.5)  # a look at the lock may hold it for a moment
+    except OSError as error:
+        raise BadInput(f"{parent} cannot be written ({error.strerror})") from None
+    if not locked:
+        holder = holder_of(folder.runs)
+        name = "another matrix" if holder is None else f"the matrix {holder.name}"
+        raise BadInput(
+            f"{name} runs in {folder.runs} already; see `frostlab status`, add runs to it with "
+            "--add, or choose another folder with --runs"
+        )
+    try:
+        holder = Holder(folder.name, os.getpid(), socket.gethostname())
+        write_whole(parent / _HOLDER, json.dumps(asdict(holder)) + "\n")
+        yield
+    finally:
+        lock.release()
+
+
+class PlanChanged(FrostlabError):
+    """Raised when plan.json was changed by another program while its matrix ran."""

@@ -1,0 +1,309 @@
+"""Executors on this machine: this process itself, and warm workers bound to devices.
+
+A worker is a process that imports torch once and then trains one run after another. If it dies,
+only its run is affected, and the next run gets a new worker.
+"""
+
+import contextlib
+import gc
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from frostlab.launcher import AT_ONCE
+from frostlab.matrix.queue import Ended
+from frostlab.matrix.task import Outcome, Task, run_task
+from frostlab.storage import open_append
+from frostlab.training.progress import Display, Lines, Nowhere, Screen
+
+_GRACE_SECONDS = 60.0  # for a run to stop after a step, and to write its checkpoint
+_CLOSE_SECONDS = 10.0  # for an idle worker to end, or one that was asked to stop twice
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A device, and how many runs may train on it at the same time."""
+
+    device: str  # as the user named it: cuda:1, or cpu
+    at_once: int = 1
+    # environment variables of its workers, such as CUDA_VISIBLE_DEVICES
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+class InProcess:
+    """An executor that runs one task at a time in this process, with a bar on a live screen."""
+
+    def __init__(self, data_dir: Path | None, screen: Screen | None = None) -> None:
+        self._data_dir, self._screen = data_dir, screen or Nowhere()
+        self._task: Task | None = None
+
+    def free(self) -> int:
+        """Return 1 if no task was started."""
+        return int(self._task is None)
+
+    def start(self, task: Task) -> None:
+        """Keep a task until `wait` runs it."""
+        self._task = task
+
+    def wait(self, seconds: float) -> list[Ended]:
+        """Run the task that was started."""
+        task, self._task = self._task, None
+        if task is None:
+            time.sleep(seconds)
+            return []
+        display = Display(self._screen, task.about) if self._screen.is_live else None
+        return [(task, run_task(task, self._data_dir, display, raises=True))]
+
+    def running(self) -> dict[Path, str]:
+        """Return the task that was started."""
+        return {} if self._task is None else {self._task.path: "this process"}
+
+    def stop(self, paths: Iterable[Path]) -> None:
+        """Forget the task that was started; one that runs gets the signal itself."""
+        self._task = None
+
+    def close(self, kill: bool = False) -> None:
+        """Do nothing."""
+
+
+class _Worker:
+    """A worker process, the connection to it, and its task."""
+
+    def __init__(self, slot: Slot, data_dir: Path | None, logs: Path | None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.slot = slot
+        self.task: Task | None = None
+        self.asked_to_stop = False
+        self.connection, theirs = context.Pipe()
+        variables = {**slot.variables, AT_ONCE: str(slot.at_once)}
+        self.process = context.Process(target=_serve, args=(theirs, variables, data_dir, logs))
+        self.process.start()
+        theirs.close()
+
+    def send(self, task: Task) -> bool:
+        """Send a task; return False if the worker has died."""
+        try:
+            self.connection.send(task)
+        except OSError:
+            return False
+        self.task = task
+        return True
+
+
+class LocalWorkers:
+    """An executor with warm workers on the devices of this machine.
+
+    Args:
+        logs: a folder in which every run gets a file with its output; None: nothing is kept.
+        usable: a function that returns whether runs may start on a device now.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        data_dir: Path | None,
+        logs: Path | None = None,
+        usable: Callable[[str], bool] = lambda device: True,
+    ) -> None:
+        self._slots, self._data_dir, self._logs = list(slots), data_dir, logs
+        self._usable = usable
+        self._workers: list[_Worker] = []
+
+    def _room(self) -> dict[str, int]:
+        """Return how many more tasks each device takes now."""
+        busy = [worker.slot.device for worker in self._workers if worker.task is not None]
+        return {
+            slot.device: slot.at_once - busy.count(slot.device)
+            for slot in self._slots
+            if self._usable(slot.device)
+        }
+
+    def free(self) -> int:
+        """Return how many more tasks the devices take."""
+        return sum(self._room().values())
+
+    def start(self, task: Task) -> None:
+        """Give a task to the device with the most room: to an idle worker, or to a new one."""
+        room = self._room()
+        slot = max(self._slots, key=lambda slot: room.get(slot.device, -1))
+        for worker in [w for w in self._workers if w.slot == slot and w.task is None]:
+            if worker.send(task):
+                return
+            self._remove(worker)
+        worker = _Worker(slot, self._data_dir, self._logs)
+        self._workers.append(worker)
+        if not worker.send(task):  # it has died at once; `wait` reports it
+            worker.task = task
+
+    def wait(self, seconds: float) -> list[Ended]:
+        """Return the tasks whose worker has sent an outcome, or has died."""
+        waited: dict[Any, _Worker] = {}
+        for worker in self._workers:
+            waited |= {worker.connection: worker, worker.process.sentinel: worker}
+        if not waited:
+            time.sleep(seconds)
+            return []
+        ready = multiprocessing.connection.wait(list(waited), seconds)
+        ended: list[Ended] = []
+        for worker in dict.fromkeys(waited[item] for item in ready):
+            task = worker.task
+            try:
+                outcome = worker.connection.recv() if worker.connection.poll() else None
+            except (EOFError, OSError):
+                outcome = None
+            worker.task, worker.asked_to_stop = None, False
+            if outcome is None:  # the process has ended
+                self._remove(worker)
+                outcome = Outcome("crashed", _how_it_died(worker.process.exitcode))
+            if task is not None:
+                ended.append((task, outcome))
+        return ended
+
+    def running(self) -> dict[Path, str]:
+        """Return the device of every running task."""
+        return {w.task.path: w.slot.device for w in self._workers if w.task is not None}
+
+    def stop(self, paths: Iterable[Path]) -> None:
+        """Send SIGTERM to the workers of these tasks."""
+        wanted = set(paths)
+        for worker in self._workers:
+            if worker.task is not None and worker.task.path in wanted:
+                worker.asked_to_stop = True
+                worker.process.terminate()
+
+    def close(self, kill: bool = False) -> None:
+        """End all workers; with `kill`, a run stops after a step, or at once if asked before."""
+        for worker in self._workers:
+            if kill and worker.task is not None:
+                worker.process.terminate()
+            else:
+                with contextlib.suppress(OSError):
+                    worker.connection.send(None)
+        for worker in list(self._workers):
+            graceful = worker.task is not None and not worker.asked_to_stop
+            with contextlib.suppress(OSError):
+                worker.connection.send(None)  # the next task after the one that stops
+            worker.process.join(_GRACE_SECONDS if graceful else _CLOSE_SECONDS)
+            self._remove(worker)
+
+    def _remove(self, worker: _Worker) -> None:
+        if worker.process.is_alive() and worker.connection.closed is False:
+            worker.process.join(0.5)  # its sentinel may be ready a moment later
+        if worker.process.is_alive():
+            worker.process.kill()
+        worker.process.join()
+        worker.connection.close()
+        self._workers.remove(worker)
+
+
+def _how_it_died(code: int | None) -> str:
+    """Describe the end of a worker by its exit code."""
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return f"its process was killed by {signal.Signals(-code).name}"
+    return f"its process ended with exit code {code}"
+
+
+# Inside a worker
+
+
+def _serve(
+    connection: Connection, variables: Mapping[str, str], data_dir: Path | None, logs: Path | None
+) -> None:
+    """Run the tasks that arrive until None arrives or the parent has ended."""
+    os.environ.update(variables)  # before torch looks for devices
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()  # a signal to the parent's group, such as Ctrl-C, would be a second one
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    active = _stop_before_training()
+    import frostlab.training.run  # noqa: F401  (torch, before the first task)
+
+    gc.collect()
+    gc.freeze()  # what is imported now stays, so that later collections are fast
+    with contextlib.suppress(EOFError, OSError):
+        while (task := connection.recv()) is not None:
+            active.set()
+            with _output_to(logs, task):
+                outcome = _attempt(task, data_dir, logs is not None)
+            active.clear()
+            connection.send(outcome)
+            _clean_up()
+
+
+def _attempt(task: Task, data_dir: Path | None, logged: bool) -> Outcome:
+    display = Display(Lines()) if logged else None
+    try:
+        return run_task(task, data_dir, display)
+    except KeyboardInterrupt:  # a signal while the run was being built, or a second signal
+        return Outcome("stopped", "stopped")
+
+
+def _stop_before_training() -> threading.Event:
+    """Handle SIGTERM while no run catches it; return an event that is set during a task."""
+    active = threading.Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if active.is_set():
+            raise KeyboardInterrupt
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return active
+
+
+@contextlib.contextmanager
+def _output_to(logs: Path | None, task: Task) -> Iterator[None]:
+    """Append the output of this process to the log of a task."""
+    if logs is None:
+        yield
+        return
+    try:
+        file = open_append(logs / f"{task.path.name}.log")
+    except OSError:  # a full disk; the run itself reports it
+        yield
+        return
+    with file:
+        kept = [os.dup(number) for number in (1, 2)]
+        try:
+            for number in (1, 2):
+                os.dup2(file.fileno(), number)
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            for number, handle in zip((1, 2), kept, strict=True):
+                os.dup2(handle, number)
+                os.close(handle)
+
+
+def _clean_up() -> None:
+    """Free what a run has left in memory, so that the next one finds the device as it was."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()  # torch compiles a function only a few times
+    gc.collect()
+    from frostlab.devices import release_cached_memory
+
+    release_cached_memory()
+
+
+def _end_with_parent() -> None:
+    """Wait for the end of the parent, then stop this worker's run and end the worker."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE_SECONDS)
+    os._exit(1)

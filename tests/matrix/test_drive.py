@@ -1,0 +1,203 @@
+"""The driver of a matrix: crashes, kill -9, requests, two at once, a plan that changed."""
+
+import json
+import os
+import signal
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+import frostlab as fl
+from forked import Program
+from frostlab.matrix.drive import EVERYTHING, Ends, add_to_live, check_notify, drive
+from frostlab.matrix.places import Opened, Places
+from frostlab.matrix.plan import matrix_plan
+from frostlab.matrix.store import MatrixFolder, MatrixPlan, driving, holder_of
+from frostlab.matrix.task import Outcome, Task, run_task
+from frostlab.matrix.workers import InProcess
+from frostlab.records.folder import RunRecord, finished_status
+from tiny import tiny
+
+CPU = Places("cpu", "2")
+
+
+def plan_of(folder: Path, seeds: int, name: str = "mine", **recipe: Any) -> MatrixPlan:
+    (folder / f"{name}-recipe.yaml").write_text(yaml.safe_dump(tiny(**recipe)))
+    values = {"recipes": [f"{name}-recipe.yaml"], "seeds": seeds}
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+    return matrix_plan(str(folder / f"{name}.yaml"))
+
+
+def wait_until(condition: Any, seconds: float = 250) -> None:
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, "waited too long"
+        time.sleep(0.02)
+
+
+def digests(folder: Path) -> dict[str, str | None]:
+    return {p.name: RunRecord(p).result.weights_digest for p in folder.glob("*-s*")}
+
+
+def test_a_killed_worker_costs_nothing_and_the_rest_goes_on(tmp_path: Path) -> None:
+    """One worker is killed while it trains; runs are added; one run is stopped; then all ends."""
+    folder = MatrixFolder(tmp_path / "runs", "mine")
+    train = {"batch": 32, "steps": 300, "threads": 1, "checkpoint": 50}
+    long = {"train": train, "evaluate": {"every": 300, "batch": 256}}
+    plan = plan_of(tmp_path, 3, **long)
+    said: list[str] = []
+    ended: list[Ends] = []
+    thread = threading.Thread(
+        target=lambda: ended.append(drive(plan, folder, CPU, say=said.append)), daemon=True
+    )
+    thread.start()
+    first = folder.runs / "mine-recipe-none-s0"
+    wait_until(lambda: any(first.glob("checkpoints/step-*")))
+    worker = _worker_of(first)
+    worker.kill()
+    add_to_live(plan_of(tmp_path, 4, **long), folder)
+    folder.request(stop="mine-recipe-none-s1")
+    wait_until(lambda: any(line.startswith("added: ") for line in said))
+    with pytest.raises(fl.BadInput, match="the matrix mine runs in .* already"):
+        drive(plan_of(tmp_path, 1, "other"), MatrixFolder(folder.runs, "other"), CPU)
+    state = folder.state()
+    assert state is not None
+    assert state.status == "running"
+    assert state.at_once == 2
+    (folder.path / "plan.json").write_text("{}")
+    wait_until(lambda: list(folder.path.glob("plan-changed-*.json")))
+    thread.join(200)
+    (ends,) = ended
+    assert ends.counts == {"finished": 3, "stopped": 1}, said
+    assert any("killed by SIGKILL; it is tried once more" in line for line in said)
+    assert any(line.startswith("plan.json was changed") for line in said)
+    assert len(folder.plan().runs) == 4
+    resumes = [line for line in (first / "events.jsonl").read_text().splitlines()
+               if line.startswith('{"kind": "resume"')]  # fmt: skip
+    assert len(resumes) == 1, "it went on from its checkpoint"
+    assert json.loads(resumes[0])["step"] > 0
+    assert RunRecord(first).result.runs_at_once == 2
+    assert finished_status(folder.runs / "mine-recipe-none-s1") == "stopped"
+    assert "step" in (folder.logs / "mine-recipe-none-s0.log").read_text()
+    alone = fl.run(str(tmp_path / "mine-recipe.yaml"), seed=0, out=tmp_path / "alone")
+    assert RunRecord(first).result.weights_digest == alone.result.weights_digest
+    again = drive(plan_of(tmp_path, 4, **long), folder, CPU, say=said.append)
+    assert said[-4] == "3 of 4 runs are done already"
+    assert again.counts == {"finished": 4}
+    final = folder.state()
+    assert final is not None
+    assert final.status == "finished"
+
+
+def _worker_of(run: Path) -> psutil.Process:
+    """The process that has a run's lock open."""
+    for child in psutil.Process().children():
+        if any(Path(file.path) == run / "events.jsonl" for file in child.open_files()):
+            return child
+    raise AssertionError("no process has it open")
+
+
+class Refusing(InProcess):
+    """Runs tasks in this process, and reports bad input as an outcome, as workers do."""
+
+    def wait(self, seconds: float) -> list[tuple[Task, Outcome]]:
+        task, self._task = self._task, None
+        return [] if task is None else [(task, run_task(task, None))]
+
+
+def test_a_run_that_is_refused_is_reported_and_the_command_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = nullcontext(Opened(Refusing(None), "here", 1))
+    monkeypatch.setattr("frostlab.matrix.drive.executor_in", lambda *_, **__: opened)
+    folder = MatrixFolder(tmp_path / "runs", "mine")
+    plan = plan_of(tmp_path, 2, train={"batch": 32, "epochs": 1, "threads": 1, "processes": 2})
+    told = tmp_path / "told.txt"
+    ends = drive(plan, folder, CPU, notify=f"sh -c 'echo {{name}} {{status}} >> {told}'")
+    assert ends.counts == {"failed": 2}
+    assert ends.status == "failed"
+    state = folder.state()
+    assert state is not None
+    assert {run.state for run in state.runs.values()} == {"refused"}
+    assert told.read_text().splitlines() == [
+        "mine-recipe-none-s0 failed", "mine-recipe-none-s1 failed", "mine failed",
+    ]  # fmt: skip
+
+
+def test_a_command_to_notify_is_checked_first() -> None:
+    check_notify("mail {name} {status}")
+    for wrong in ("mail {nam}", "mail '", "mail {0}"):
+        with pytest.raises(fl.BadInput, match="should be a command with {name} and {status}"):
+            check_notify(wrong)
+
+
+def test_a_folder_of_another_recipe_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    folder = MatrixFolder(tmp_path / "runs", "mine")
+    fl.run(tiny(train__epochs=1), out=folder.runs / "mine-recipe-none-s0")
+    with pytest.raises(fl.BadInput, match=r"holds a run of another recipe \(train.epochs differ\)"):
+        drive(plan_of(tmp_path, 2), folder, CPU)
+    assert not (folder.runs / "mine-recipe-none-s1").exists()
+
+
+def test_the_holder_of_a_lock_is_known_only_while_it_lives(tmp_path: Path) -> None:
+    folder = MatrixFolder(tmp_path, "mine")
+    assert holder_of(tmp_path) is None
+    with driving(folder):
+        holder = holder_of(tmp_path)
+        assert holder is not None
+        assert (holder.name, holder.pid) == ("mine", os.getpid())
+    assert holder_of(tmp_path) is None
+
+
+@pytest.mark.slow
+def test_kill_everything_then_the_same_command_repeats_nothing(tmp_path: Path) -> None:
+    long = {"train": {"batch": 32, "epochs": 60, "threads": 1, "checkpoint": 20}}
+    plan_of(tmp_path, 4, **long)
+    command = ("-m", "frostlab", "matrix", "mine.yaml", "--devices", "cpu", "--per-device", "2")
+    runs = tmp_path / "runs"
+    program = Program(*command, cwd=tmp_path)
+    wait_until(lambda: any(runs.glob("*/result.json")))
+    holder = holder_of(runs)
+    assert holder is not None
+    victims = [psutil.Process(holder.pid), *psutil.Process(holder.pid).children(recursive=True)]
+    finished = {p.parent.name: p.stat().st_mtime_ns for p in runs.glob("*/result.json")}
+    for victim in victims:
+        victim.kill()
+    program.wait()
+    done = Program(*command, cwd=tmp_path).wait()
+    assert done.returncode == 0, done.stderr
+    assert len(digests(runs)) == 4
+    for name, modified in finished.items():
+        assert (runs / name / "result.json").stat().st_mtime_ns == modified
+    alone = fl.run(str(tmp_path / "mine-recipe.yaml"), seed=3, out=tmp_path / "alone")
+    assert digests(runs)["mine-recipe-none-s3"] == alone.result.weights_digest
+
+
+@pytest.mark.slow
+def test_a_signal_stops_it_with_checkpoints_and_a_second_at_once(tmp_path: Path) -> None:
+    endless = {"train": {"batch": 8, "epochs": 4000, "threads": 1}, "evaluate": {"every": 200000}}
+    plan_of(tmp_path, 2, **endless)
+    command = ("-m", "frostlab", "matrix", "mine.yaml", "--devices", "cpu", "--per-device", "2")
+    program = Program(*command, cwd=tmp_path)
+    runs = tmp_path / "runs"
+    events = [runs / f"mine-recipe-none-s{seed}" / "events.jsonl" for seed in (0, 1)]
+    wait_until(lambda: all(p.exists() and '"step"' in p.read_text() for p in events))
+    program.signal(signal.SIGINT)
+    done = program.wait()
+    assert done.returncode == 1
+    assert "mine stopped; the same command continues it: 2 stopped" in done.stderr
+    for path in events:
+        assert finished_status(path.parent) == "stopped"
+        assert any(path.parent.glob("checkpoints/*"))
+    program = Program(*command, cwd=tmp_path)
+    wait_until(lambda: all('"resume"' in p.read_text() for p in events))
+    MatrixFolder(runs, "mine").request(stop=EVERYTHING)
+    MatrixFolder(runs, "mine").request(stop=EVERYTHING)
+    assert program.wait().returncode != 0
+    assert holder_of(runs) is None

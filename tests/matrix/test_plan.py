@@ -1,0 +1,128 @@
+"""Plans of matrices: every combination once, in order, checked; files that are wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import frostlab as fl
+from frostlab.matrix.plan import matrix_plan, merged, tasks_of
+from frostlab.recipe.load import load_recipe
+from tiny import tiny
+
+
+def write(folder: Path, **keys: Any) -> str:
+    """Write a matrix's file next to a tiny recipe."""
+    (folder / "small.yaml").write_text(yaml.safe_dump(tiny()))
+    values = {"recipes": ["small.yaml"], **keys}
+    (folder / "mine.yaml").write_text(yaml.safe_dump(values))
+    return str(folder / "mine.yaml")
+
+
+def test_every_combination_is_a_run_with_its_own_settings(tmp_path: Path) -> None:
+    grid = {"optim.lr": [1e-3, 3e-3], "train.batch": [16, 32]}
+    source = write(tmp_path, treatments=["oelm", "baseline"], settings=grid, seeds=[4, 7])
+    plan = matrix_plan(source)
+    tasks = tasks_of(plan, tmp_path / "runs")
+    assert len({task.path for task in tasks}) == len(tasks) == 2 * 2 * 2 * 2
+    seen = {
+        (t.recipe.treatment_name, t.recipe.optim.lr, t.recipe.train.batch, t.recipe.seed)
+        for t in tasks
+    }
+    assert len(seen) == 16
+    first = tasks[0]
+    assert first.path.name == "small@lr=0.001@batch=16-baseline-s4"
+    own = load_recipe(
+        str(tmp_path / "small.yaml"),
+        {"optim.lr": 1e-3, "train.batch": 16, "treatment": "baseline"},
+        4,
+    )
+    assert first.recipe.digest == own.digest  # `frostlab run` would train the same
+
+
+def test_settings_that_belong_together(tmp_path: Path) -> None:
+    pairs = [{"optim.lr": 1e-3, "train.batch": 16}, {"optim.lr": 3e-3, "train.batch": 32}]
+    plan = matrix_plan(write(tmp_path, settings=pairs, set={"train.epochs": 1}))
+    tasks = tasks_of(plan, tmp_path)
+    assert [(t.recipe.optim.lr, t.recipe.train.batch) for t in tasks] == [(1e-3, 16), (3e-3, 32)]
+    assert {task.recipe.train.epochs for task in tasks} == {1}
+
+
+def test_a_group_runs_required_and_baselines_first_within_a_data_set() -> None:
+    plan = matrix_plan("phase3", settings={"scale": "tiny"}, seeds=[0, 1])
+    assert plan.name == "phase3-tiny"
+    ids = list(dict.fromkeys(run.id for run in plan.runs))
+    assert ids == [
+        "gpt-01", "gpt-02", "gpt-03", "gpt-04", "gpt-05", "openwebtext-random", "gpt-06", "gpt-07",
+        "wikitext103-random",
+    ]  # fmt: skip
+    runs = {run.name: run for run in plan.runs}
+    assert len(runs) == 18
+    assert runs["gpt-02-tiny-oelm-s1"].baseline == "gpt-01-tiny-baseline-s1"
+    assert runs["wikitext103-random-tiny-oelm-random-s0"].optional
+    assert runs["gpt-01-tiny-baseline-s0"].baseline is None
+    only = matrix_plan("phase3", only=["gpt-02", "gpt-07"])
+    assert [run.id for run in only.runs] == ["gpt-02", "gpt-07"]
+
+
+def test_runs_that_lack_data_are_named_and_not_run(tmp_path: Path) -> None:
+    lacking = tiny(data={"name": "own", "path": str(tmp_path / "nowhere"), "length": 8})
+    (tmp_path / "lacking.yaml").write_text(
+        yaml.safe_dump({**lacking, "tokenizer": {"kind": "words"}})
+    )
+    source = write(tmp_path, recipes=["small.yaml", "lacking.yaml"])
+    plan = matrix_plan(source)
+    missing = {run.id: run.missing for run in plan.runs}
+    assert missing["small"] is None
+    assert "nowhere" in str(missing["lacking"])
+    assert [task.name for task in tasks_of(plan, tmp_path)] == ["small"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"recipe": ["x"]}, "recipe is not a key of a matrix; did you mean `recipes`"),
+        ({"recipes": []}, "recipes"),
+        ({"recipes": ["docstring-gpt"]}, "did you mean `docstrings-gpt`"),
+        ({"treatments": ["olm"]}, "no treatment is called 'olm'; did you mean `oelm`"),
+        ({"seeds": 0}, "seeds"),
+        ({"seeds": "two"}, "seeds"),
+        ({"settings": {"optim.lrr": [1]}}, "optim.lrr is not a key; did you mean `lr`"),
+        ({"settings": {"seed": [1]}}, "settings.seed cannot be set; use seeds"),
+        ({"set": {"treatment": "oelm"}}, "set.treatment cannot be set; use treatments"),
+        ({"set": {"train.device": "cuda:3"}}, "train.device cuda:3 names one device"),
+        (
+            {"recipes": ["small.yaml", "small.yaml"], "seeds": 1},
+            "two recipes would have the folder",
+        ),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(
+    keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(fl.BadInput) as refused:
+        matrix_plan(write(tmp_path, **keys))
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_unknown_names_are_refused_with_the_nearest() -> None:
+    with pytest.raises(fl.BadInput, match="no group is called 'phase33'; did you mean `phase3`"):
+        matrix_plan("phase33")
+    with pytest.raises(fl.BadInput, match="--only gpt-08 is not in phase3; did you mean `gpt-0"):
+        matrix_plan("phase3", only=["gpt-08"])
+    with pytest.raises(fl.BadInput, match="nowhere.yaml cannot be read"):
+        matrix_plan("nowhere.yaml")
+
+
+def test_a_plan_grows_by_runs_and_refuses_changed_ones(tmp_path: Path) -> None:
+    old = matrix_plan(write(tmp_path, seeds=1))
+    new = matrix_plan(write(tmp_path, seeds=2, treatments=["none", "oelm"]))
+    both, added = merged(old, new)
+    assert [run.name for run in added] == ["small-none-s1", "small-oelm-s0", "small-oelm-s1"]
+    assert [task.recipe.seed for task in tasks_of(both, tmp_path)] == [0, 1, 0, 1]
+    assert tasks_of(both, tmp_path)[2].recipe.treatment_name == "oelm"
+    changed = matrix_plan(write(tmp_path, seeds=1, set={"optim.lr": 0.5}))
+    with pytest.raises(fl.BadInput, match="small-none-s0 would be another run"):
+        merged(old, changed)
