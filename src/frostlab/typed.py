@@ -10,6 +10,7 @@ import math
 import types
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from frostlab.errors import BadInput, nearest
@@ -25,6 +26,7 @@ _WORDS = {  # names of JSON types in error messages
     type(None): "null",
 }
 _WHOLE = 2**63  # a whole number n should have -_WHOLE <= n < _WHOLE
+_NUMBERS = (int, float)
 _DEPTH = 32  # the most levels of lists and objects in a value that has no schema
 _KEY = 80  # the most characters of a key in an error message
 
@@ -69,11 +71,15 @@ def _check_any(value: object, where: str, path: tuple[str, ...]) -> None:
 
 
 @cache
-def _fields(schema: type) -> dict[str, tuple[Any, bool]]:
-    """Return each key's annotation, and whether the key is required."""
+def _fields(schema: type) -> dict[str, tuple[Any, bool, frozenset[type]]]:
+    """Return each key's annotation, whether it is required, and the types accepted unchanged."""
     hints = get_type_hints(schema)
     return {
-        key.name: (hints[key.name], key.default is key.default_factory is dataclasses.MISSING)
+        key.name: (
+            hints[key.name],
+            key.default is key.default_factory is dataclasses.MISSING,
+            _json_types(hints[key.name]),
+        )
         for key in dataclasses.fields(schema)
     }
 
@@ -97,9 +103,16 @@ def _dataclass(schema: Any, values: object, where: str, path: tuple[str, ...]) -
             name = _dotted((*path, str(key)))
             raise BadInput(f"{where}{name} is not a key{nearest(str(key)[:_KEY], fields)}")
     read_values = {}
-    for name, (hint, required) in fields.items():
+    for name, (hint, required, unchanged) in fields.items():
         if name in values:
-            read_values[name] = _value(hint, values[name], where, (*path, name))
+            value = values[name]
+            kind = type(value)
+            if kind in unchanged and (kind not in _NUMBERS or abs(value) < _WHOLE):
+                read_values[name] = value  # most values of a large file; NaN is not below it
+            elif hint is Path and isinstance(value, Path):
+                read_values[name] = value
+            else:
+                read_values[name] = _value(hint, value, where, (*path, name))
         elif required:
             raise BadInput(f"{where}{_dotted((*path, name))} is missing")
     return schema(**read_values)

@@ -16,17 +16,15 @@ from frostlab.comparison.evidence import CONVERGED, Evidence, RefusedPair, Round
 from frostlab.comparison.measures import convergence as measured
 from frostlab.comparison.measures.convergence import convergence
 from frostlab.comparison.measures.overview import (
-    HEAD,
-    OverviewRow,
     data_name,
     model_name,
     overview,
-    overview_table,
 )
 from frostlab.comparison.measures.performance import mean_of, retained
 from frostlab.comparison.measures.show import convergence_section, run_times
 from frostlab.comparison.measures.times import arm_times, total_gap
 from frostlab.comparison.plan import Plan, Rules
+from frostlab.matrix.show import HEAD, OverviewRow, overview_table
 from frostlab.recipe.load import load_recipe
 from frostlab.records.folder import RunRecord
 from frostlab.records.schema import EvaluationEvent

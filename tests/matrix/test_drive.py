@@ -15,10 +15,10 @@ import yaml
 
 import frostlab as fl
 from forked import Program
-from frostlab.matrix.drive import EVERYTHING, Ends, add_to_live, check_notify, drive
+from frostlab.matrix.drive import Ends, add_to_live, check_notify, drive
 from frostlab.matrix.places import Opened, Places
 from frostlab.matrix.plan import matrix_plan
-from frostlab.matrix.store import MatrixFolder, MatrixPlan, driving, holder_of
+from frostlab.matrix.store import EVERYTHING, MatrixFolder, MatrixPlan, driving, holder_of
 from frostlab.matrix.task import Outcome, Task, run_task
 from frostlab.matrix.workers import InProcess
 from frostlab.records.folder import RunRecord, finished_status

@@ -79,6 +79,7 @@ def test_a_finished_run_is_summarised(tmp_path: Path) -> None:
         caution="selected on the reporting split",
         total_seconds=9.5,
         step_ms=4.5,
+        runs_at_once=1,
     )
     assert list_runs(tmp_path) == [expected]
     assert read_run(folder) == expected

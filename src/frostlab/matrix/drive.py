@@ -22,6 +22,7 @@ from frostlab.matrix.places import Opened, Places, executor_in
 from frostlab.matrix.plan import merged, tasks_of
 from frostlab.matrix.queue import Queue
 from frostlab.matrix.store import (
+    EVERYTHING,
     SCHEMA,
     DriverState,
     MatrixFolder,
@@ -34,7 +35,6 @@ from frostlab.text import counted, hms, plain
 from frostlab.training.loop import interruptions
 from frostlab.typed import read
 
-EVERYTHING = "*"  # in a request to stop: the matrix itself
 _STATE_SECONDS = 0.5  # the least time between two writings of the state
 _LONGEST_SECONDS = 5.0  # the most time between two, so that readers see that the driver lives
 _PLAN_SECONDS = 2.0  # between two looks at plan.json

@@ -18,12 +18,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from frostlab.errors import BadInput, FrostlabError, nearest
+from frostlab.errors import BadInput, nearest
 from frostlab.storage import Lock, digest_of, finite, is_locked, read_json, write_whole
 from frostlab.typed import read
 
 SCHEMA = 1  # version of plan.json and state.json
 MATRICES = "matrices"
+EVERYTHING = "*"  # in a request to stop: the matrix itself
 _PLAN, _STATE, _REQUESTS, _LOGS, _LOCK, _HOLDER = (
     "plan.json", "state.json", "requests", "logs", "driver.lock", "driver.json",
 )  # fmt: skip
@@ -192,7 +193,7 @@ def read_plan(path: Path) -> MatrixPlan:
 def matrix_names(runs: Path) -> list[str]:
     """Return the names of the matrices in a folder of runs, the newest last."""
     paths = (runs / MATRICES).glob(f"*/{_PLAN}")
-    return [path.parent.name for path in sorted(paths, key=lambda path: path.stat().st_mtime)]
+    return [path.parent.name for path in sorted(paths, key=_modified)]
 
 
 def find_matrix(runs: Path, name: str | None = None) -> MatrixFolder | None:
@@ -206,6 +207,30 @@ def find_matrix(runs: Path, name: str | None = None) -> MatrixFolder | None:
     if name not in names:
         raise BadInput(f"no matrix {name!r:.80} in {runs}{nearest(name, names)}")
     return MatrixFolder(runs, name)
+
+
+def find_log(runs: Path, name: str) -> Path:
+    """Return the newest log of a run, by its name or an unambiguous beginning of it."""
+    paths: dict[str, Path] = {}
+    for path in sorted((runs / MATRICES).glob(f"*/{_LOGS}/*.log"), key=_modified):
+        paths[path.stem] = path
+    matches = [known for known in paths if known.startswith(name)]
+    if name in paths:
+        return paths[name]
+    if len(matches) == 1:
+        return paths[matches[0]]
+    if matches:
+        raise BadInput(f"run {name!r:.80} could be {', '.join(sorted(matches)[:5])}")
+    raise BadInput(
+        f"no matrix in {runs} has a log of {name!r:.80}{nearest(name, paths)}; `frostlab show` "
+        "shows a run's record"
+    )
+
+
+def _modified(path: Path) -> int:
+    with suppress(OSError):
+        return path.stat().st_mtime_ns
+    return 0
 
 
 # The lock of a folder of runs
@@ -253,7 +278,3 @@ def driving(folder: MatrixFolder) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-class PlanChanged(FrostlabError):
-    """Raised when plan.json was changed by another program while its matrix ran."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from frostlab.comparison.evidence import CONVERGED, QUANTITIES
-from frostlab.comparison.measures.overview import HEAD
+from frostlab.matrix.show import HEAD
 from frostlab.pages.content import Block, Cell, Table, is_filled, words
 from frostlab.text import plain
 

@@ -71,6 +71,7 @@ class Summary:
     caution: str | None = None  # a warning about the reported numbers
     total_seconds: float | None = None
     step_ms: float | None = None  # median time of a step
+    runs_at_once: int | None = None  # most runs that could share the device; of an ended run
     error: str | None = None  # why the run did not finish, or why it cannot be read
     tags: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # by users, oldest first; or why annotations.json cannot be read
@@ -264,6 +265,7 @@ def _ended(run: Summary, result: "Result") -> Summary:
         caution=result.caution,
         total_seconds=result.clocks.total_seconds,
         step_ms=None if step is None else step.median,
+        runs_at_once=result.runs_at_once,
         error=result.error,
     )
 
@@ -325,7 +327,7 @@ def _backwards(path: Path) -> "Iterator[Event]":
     from frostlab.records.schema import read_event
 
     any_event = False
-    for line in _lines_backwards(path):
+    for line in lines_backwards(path):
         if line.startswith(_FLOW) or (any_event and line.startswith(_STEP)):
             continue
         with contextlib.suppress(BadInput):
@@ -334,7 +336,7 @@ def _backwards(path: Path) -> "Iterator[Event]":
                 yield event
 
 
-def _lines_backwards(path: Path) -> Iterator[bytes]:
+def lines_backwards(path: Path) -> Iterator[bytes]:
     """Yield the complete lines of a file from the last to the first; read them only as needed."""
     try:
         file = open_regular(path)
@@ -388,7 +390,9 @@ def _stored_summary(folder: Path, signature: list[int], entry: object) -> Summar
             facts = {key: value for key, value in known if value is not None and value != []}
             with contextlib.suppress(BadInput):
                 run = read(Summary, {**facts, "name": folder.name, "folder": folder}, INDEX)
-                return replace(run, settings=settings) if isinstance(settings, dict) else None
+                if isinstance(settings, dict):
+                    object.__setattr__(run, "settings", settings)  # faster than a copy of it all
+                    return run
     return None
 
 

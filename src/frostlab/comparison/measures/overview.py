@@ -1,42 +1,20 @@
 """The overview table: one row per arm, with its data, method, times, gap and status.
 
-An arm is a variant of the compared recipe. `overview` makes the rows of a comparison, and
-`overview_table` formats the rows of one or several comparisons. An experiment that has not been run
-yet is an `OverviewRow` without results.
+An arm is a variant of the compared recipe. `overview` makes the rows of a comparison, which
+`frostlab.matrix.show` formats.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
 from frostlab.comparison.evidence import Evidence
 from frostlab.comparison.measures.times import arm_times
-from frostlab.text import NONE, hms, markdown, number
+from frostlab.matrix.show import OverviewRow
+from frostlab.text import NONE
 
-HEAD = ("phase", "id", "data", "method", "total", "step", "gap to baseline", "status")
 _SIZES = {("gpt", 6, 512): "Medium-512"}  # names in the OELM study, by kind, layers and width
 _KINDS = {"gpt": "GPT", "decoder": "Decoder", "conformer": "Conformer"}
-
-
-@dataclass(frozen=True)
-class OverviewRow:
-    """One experiment or arm."""
-
-    phase: str  # the group of experiments, or the comparison
-    id: str  # of the experiment; else the arm's name
-    data: str
-    method: str  # name of the treatment
-    total_seconds: float | None = None  # mean over whole runs
-    step_seconds: float | None = None  # an interleaved step; else the mean step of whole runs
-    gap: str | None = None  # effect on the metric with its interval and verdict, or `baseline`
-    status: str = "not run"
-
-    def cells(self) -> list[str]:
-        """Return the row as texts, in the order of `HEAD`; totals are h:mm:ss, steps are in ms."""
-        step = NONE if self.step_seconds is None else f"{number(1e3 * self.step_seconds)} ms"
-        return [self.phase, self.id, self.data, self.method, hms(self.total_seconds), step,
-                self.gap or NONE, self.status]  # fmt: skip
 
 
 def overview(
@@ -64,11 +42,6 @@ def overview(
             )
         )
     return rows
-
-
-def overview_table(rows: Iterable[OverviewRow]) -> str:
-    """Return the table in Markdown."""
-    return markdown(HEAD, [row.cells() for row in rows])
 
 
 def _status(evidence: Evidence, arm: str) -> str:

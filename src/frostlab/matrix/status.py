@@ -1,0 +1,264 @@
+"""Where the runs of a matrix, or of a folder of runs, stand. It imports no torch, to be fast.
+
+A run's own record says most of it; the driver of a matrix adds what only it knows, such as the
+device, and why a run has failed before it had a record.
+"""
+
+import socket
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from frostlab.errors import BadInput
+from frostlab.matrix.store import DriverState, MatrixFolder, PlannedRun, RunState, find_matrix
+from frostlab.records.index import EVENTS, Summary, lines_backwards, list_runs
+from frostlab.records.telemetry import Gpu, wanted_gpu
+from frostlab.storage import open_regular
+from frostlab.typed import parse
+
+ENDED = ("finished", "diverged")
+FAILED = ("failed", "crashed", "refused", "missing", "damaged")
+_TAIL = 1 << 20  # bytes that are read from the end of a run's events
+_HEAD = 1 << 16  # bytes that are read from their beginning
+_LOG_BYTES = 1 << 16  # bytes that are read from the end of a log
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """Where one run stands; None marks unknown values."""
+
+    name: str
+    id: str
+    phase: str
+    data: str
+    method: str
+    seed: int | None
+    state: str  # waiting, running, finished, diverged, stopped, failed, crashed, refused, missing
+    baseline: str | None = None  # name of the run that it is compared with
+    optional: bool = False
+    place: str | None = None  # device, node or job
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    metric: str | None = None
+    value: float | None = None  # reported value or, of an unfinished run, the best so far
+    steps_per_second: float | None = None
+    seconds_left: float | None = None
+    total_seconds: float | None = None
+    step_ms: float | None = None
+    runs_at_once: int | None = None  # most runs that could share the device
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class GpuStatus:
+    """The load of one GPU."""
+
+    device: str
+    memory_used: int
+    memory_total: int
+    utilisation: float  # percent
+
+
+@dataclass(frozen=True)
+class MatrixStatus:
+    """Where a matrix stands, or the runs of a folder without one."""
+
+    name: str | None  # None: the folder has no matrix
+    status: str  # of the driver; "no matrix" without one
+    places: str | None
+    note: str | None
+    runs: list[RunStatus]
+    counts: dict[str, int]  # runs by state
+    gpus: list[GpuStatus]
+    seconds_left: float | None
+    expected_end: float | None  # s since 1970
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+
+def read_status(runs: Path, name: str | None = None) -> MatrixStatus:
+    """Return where a matrix stands: of this name, or else the live one, or else the newest.
+
+    Without any matrix, all runs in the folder are returned.
+    """
+    matrix = find_matrix(runs, name)
+    summaries = {run.name: run for run in (list_runs(runs) if runs.is_dir() else ())}
+    if matrix is None:
+        rows = [_with_progress(_unplanned(run), runs) for run in summaries.values()]
+        return _whole(None, None, rows)
+    plan, state = matrix.plan(), matrix.state()
+    known = {} if state is None else state.runs
+    rows = []
+    for run in plan.runs:
+        row = _planned(run, summaries.get(run.name))
+        row = _with_driver(row, known.get(run.name), state)
+        if row.state in FAILED and row.state != "missing":
+            row = replace(row, error=row.error or last_line(matrix, run.name))
+        rows.append(_with_progress(row, runs))
+    return _whole(matrix, state, rows)
+
+
+def _planned(run: PlannedRun, record: Summary | None) -> RunStatus:
+    return _row(run, record, "waiting")
+
+
+def _unplanned(record: Summary) -> RunStatus:
+    data, method = record.data or "", record.treatment or ""
+    seed, metric = record.seed or 0, record.metric or ""
+    run = PlannedRun(record.name, record.name, "", data, method, seed, metric, recipe=0)
+    return _row(run, record, "interrupted")
+
+
+def _row(run: PlannedRun, record: Summary | None, interrupted: str) -> RunStatus:
+    """Return what the plan and the record say; `interrupted` is the state of a run in between."""
+    planned = (run.name, run.id, run.phase, run.data, run.method, run.seed)
+    if record is None:
+        return RunStatus(*planned, "waiting", run.baseline, run.optional, metric=run.metric)
+    metric = record.metric or run.metric
+    reported = (record.report or {}).get(metric)
+    return RunStatus(
+        *planned,
+        interrupted if record.status == "interrupted" else record.status,
+        run.baseline,
+        run.optional,
+        step=record.steps,
+        steps=record.steps if record.status in ENDED else None,
+        metric=metric,
+        value=record.value if reported is None else reported,
+        total_seconds=record.total_seconds,
+        step_ms=record.step_ms,
+        runs_at_once=record.runs_at_once,
+        error=record.error,
+    )
+
+
+def _with_driver(row: RunStatus, known: RunState | None, state: DriverState | None) -> RunStatus:
+    """Add what the driver knows about a run that has not ended."""
+    if row.state in ENDED:
+        return row
+    live = state is not None and state.status in ("running", "waiting", "stopping")
+    if known is None:
+        # The driver tries a run again that an earlier call has left stopped or failed.
+        again = live and row.state in ("stopped", "failed")
+        return replace(row, state="waiting", error=None) if again else row
+    return replace(row, state=known.state, place=known.place, error=known.error)
+
+
+def _with_progress(row: RunStatus, runs: Path) -> RunStatus:
+    """Add the last step, loss, speed and time left of a run that is running."""
+    if row.state != "running":
+        return row
+    try:
+        step, steps, loss, speed = _progress(runs / row.name / EVENTS)
+    except (OSError, BadInput):
+        return row
+    left = None
+    if steps is not None and step is not None and speed and steps >= step:
+        left = (steps - step) / speed
+    return replace(
+        row, step=step, steps=steps, loss=loss, steps_per_second=speed, seconds_left=left
+    )
+
+
+def _progress(path: Path) -> tuple[int | None, int | None, float | None, float | None]:
+    """Return the last step, the most steps, the last loss and the steps per second of a run."""
+    step = steps = loss = speed = None
+    size = 0
+    for line in lines_backwards(path):
+        size += len(line)
+        values = _event(line)
+        step = values.get("step") if step is None else step
+        if values.get("kind") == "step" and loss is None:
+            losses, milliseconds = values.get("loss") or [None], values.get("ms") or []
+            loss = losses[-1]
+            if milliseconds and statistics.median(milliseconds) > 0:
+                speed = 1e3 / statistics.median(milliseconds)
+        if values.get("kind") == "stage":
+            steps = values["step"] + values["steps"]
+            break
+        if size > _TAIL:
+            steps = _first_stage(path)
+            break
+    return step, steps, loss, speed
+
+
+def _event(line: bytes) -> Mapping[str, Any]:
+    kinds = (b'{"kind": "step"', b'{"kind": "stage"')
+    if not line.startswith(kinds) and not line.startswith(b'{"kind": "resume"'):
+        return {}
+    return parse(line) or {}
+
+
+def _first_stage(path: Path) -> int | None:
+    """Return the steps of a run's first stage, which is written near the beginning."""
+    with open_regular(path) as file:
+        for line in file.read(_HEAD).split(b"\n"):
+            if line.startswith(b'{"kind": "stage"'):
+                return int((parse(line) or {}).get("steps", 0)) or None
+    return None
+
+
+def last_line(matrix: MatrixFolder, name: str) -> str | None:
+    """Return the last line of a run's log that is not empty."""
+    with suppress(OSError, BadInput), open_regular(matrix.logs / f"{name}.log") as file:
+        file.seek(max(0, file.seek(0, 2) - _LOG_BYTES))
+        lines = file.read().decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), None)
+    return None
+
+
+def _whole(
+    matrix: MatrixFolder | None, state: DriverState | None, rows: list[RunStatus]
+) -> MatrixStatus:
+    at_once = 1 if state is None else max(1, state.at_once)
+    live = state is not None and state.status in ("running", "waiting", "stopping")
+    left = _seconds_left(rows, at_once) if live else None
+    here = state is None or state.host == socket.gethostname()
+    status = "no matrix" if matrix is None else "not started" if state is None else state.status
+    return MatrixStatus(
+        name=None if matrix is None else matrix.name,
+        status=status,
+        places=None if state is None else state.places,
+        note=None if state is None else state.note,
+        runs=rows,
+        counts=dict(Counter(row.state for row in rows)),
+        gpus=_gpus(rows) if here else [],
+        seconds_left=left,
+        expected_end=None if left is None else time.time() + left,
+    )
+
+
+def _seconds_left(rows: Sequence[RunStatus], at_once: int) -> float | None:
+    """Estimate the rest from the mean time of the runs that have ended, and of those that run."""
+    durations = [row.total_seconds for row in rows if row.state in ENDED and row.total_seconds]
+    running = [row for row in rows if row.state == "running"]
+    for row in running:
+        if row.steps and row.steps_per_second:
+            durations.append(row.steps / row.steps_per_second)
+    waiting = sum(row.state == "waiting" for row in rows)
+    if not durations:
+        return None
+    mean = statistics.fmean(durations)
+    rest = sum(mean if row.seconds_left is None else row.seconds_left for row in running)
+    return (rest + waiting * mean) / at_once
+
+
+def _gpus(rows: Iterable[RunStatus]) -> list[GpuStatus]:
+    """Return the load of the GPUs on which runs train here."""
+    devices = {row.place for row in rows if row.state == "running" and row.place}
+    gpus = []
+    for device in sorted(device for device in devices if device.startswith("cuda")):
+        with suppress(Exception):  # NVML's errors have their own class, which needs an extra
+            gpu = Gpu(wanted_gpu(device))
+            memory = gpu.ask("nvmlDeviceGetMemoryInfo")
+            used, total = int(memory.used), int(memory.total)
+            gpus.append(GpuStatus(device, used, total, gpu.utilisation()))
+    return gpus

@@ -1,0 +1,204 @@
+"""`status`, `stop` and `logs`: what they show, what they refuse, and that they import no torch."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import frostlab as fl
+from forked import frostlab_command
+from frostlab.cli.main import app
+from frostlab.matrix.plan import matrix_plan
+from frostlab.matrix.show import overview_rows, overview_table
+from frostlab.matrix.status import read_status
+from frostlab.matrix.store import DriverState, MatrixFolder, RunState, driving
+from tiny import tiny
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a matrix of two treatments and two seeds, of which three runs have ended."""
+    folder = tmp_path_factory.mktemp("store")
+    (folder / "small.yaml").write_text(yaml.safe_dump(tiny(train__epochs=1)))
+    values = {"recipes": ["small.yaml"], "treatments": ["none", "oelm"], "seeds": 2}
+    (folder / "mine.yaml").write_text(yaml.safe_dump(values))
+    plan = matrix_plan(str(folder / "mine.yaml"))
+    runs = folder / "runs"
+    MatrixFolder(runs, "mine").write_plan(plan)
+    for treatment, seed in (("none", 0), ("none", 1), ("oelm", 0)):
+        settings = {"treatment": treatment}
+        name = f"small-{treatment}-s{seed}"
+        fl.run(str(folder / "small.yaml"), settings, seed=seed, out=runs / name)
+    return folder
+
+
+def set_state(store: Path, status: str = "running", **runs: RunState) -> None:
+    state = DriverState(1, status, os.getpid(), "elsewhere", time.time(), time.time(), "cpu", 1,
+                        {name.replace("_", "-"): run for name, run in runs.items()})  # fmt: skip
+    MatrixFolder(store / "runs", "mine").write_state(state)
+
+
+def test_the_record_and_the_driver_say_where_runs_stand(store: Path) -> None:
+    runs = store / "runs"
+    found = read_status(runs)
+    assert found.counts == {"finished": 3, "waiting": 1}
+    assert (found.name, found.status, found.seconds_left) == ("mine", "not started", None)
+    broken = RunState("failed", error="out of memory", attempts=2)
+    set_state(store, small_oelm_s1=broken)
+    assert read_status(runs).status == "stopped", "its driver does not hold the lock"
+    with driving(MatrixFolder(runs, "mine")):
+        found = read_status(runs)
+        assert found.status == "running"
+        (failed,) = [row for row in found.runs if row.state == "failed"]
+        assert (failed.name, failed.error) == ("small-oelm-s1", "out of memory")
+        set_state(store)
+        found = read_status(runs)
+        assert found.counts == {"finished": 3, "waiting": 1}
+        assert found.seconds_left is not None
+        assert found.seconds_left == pytest.approx(
+            sum(row.total_seconds or 0 for row in found.runs) / 3
+        )
+    set_state(store, "finished")
+
+
+def test_a_running_run_shows_its_step_speed_and_time_left(store: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    folder = MatrixFolder(runs, "mine")
+    folder.write_plan(MatrixFolder(store / "runs", "mine").plan())
+    source = store / "runs" / "small-none-s0" / "events.jsonl"
+    lines = source.read_text().splitlines(keepends=True)
+    last = max(i for i, line in enumerate(lines) if line.startswith('{"kind": "step"'))
+    (runs / "small-none-s0").mkdir(parents=True)
+    (runs / "small-none-s0" / "events.jsonl").write_text("".join(lines[: last + 1]))
+    values = json.loads(lines[last])
+    state = DriverState(1, "running", os.getpid(), "here", 0.0, 0.0, "cuda:0", 1,
+                        {"small-none-s0": RunState("running", "cuda:0")})  # fmt: skip
+    folder.write_state(state)
+    with driving(folder):
+        (row,) = [row for row in read_status(runs).runs if row.state == "running"]
+    assert (row.step, row.steps, row.place) == (values["step"], 8, "cuda:0")
+    assert row.loss == values["loss"][-1]
+    assert row.steps_per_second is not None
+    assert row.seconds_left == pytest.approx((8 - values["step"]) / row.steps_per_second)
+
+
+def test_the_overview_has_the_columns_of_the_mission_and_the_gap(store: Path) -> None:
+    found = read_status(store / "runs")
+    rows = {row.name: row for row in found.runs}
+    table = overview_table(overview_rows(found)).splitlines()
+    assert table[0] == ("| phase | id | data | method | total | step | gap to baseline | status |")
+    base, treated = rows["small-none-s0"].value, rows["small-oelm-s0"].value
+    assert base is not None
+    assert treated is not None
+    assert "| mine | small-none | majority | none |" in table[2]
+    assert table[2].endswith("| baseline | finished, 2 seeds |")
+    share = f"accuracy {treated - base:+.4g} ({100 * (treated - base) / base:+.1f} %)"
+    assert f"| {share} | 1 waiting, 1 finished |" in table[3]
+
+
+def test_times_of_runs_that_shared_a_device_are_left_out(store: Path) -> None:
+    found = read_status(store / "runs")
+    shared = replace(found, runs=[replace(row, runs_at_once=2) for row in found.runs])
+    alone, apart = (overview_rows(status)[0] for status in (found, shared))
+    assert alone.total_seconds is not None
+    assert (apart.total_seconds, apart.step_seconds) == (None, None)
+    assert apart.status == "finished, 2 seeds; shared a device, so not timed"
+
+
+def test_the_commands_print_it(store: Path) -> None:
+    set_state(store, "finished")
+    call = CliRunner().invoke
+    runs = ["--runs", str(store / "runs")]
+    shown = call(app, ["status", *runs]).output
+    assert "small-oelm-s0" in shown
+    assert "mine (finished): 4 runs: 1 waiting, 3 finished" in shown
+    values = json.loads(call(app, ["status", "--json", *runs]).output)
+    assert (values["done"], values["total"]) == (3, 4)
+    assert call(app, ["status", "--markdown", *runs]).output.startswith("| phase | id |")
+    assert "no runs yet" in call(app, ["status", "--runs", str(store / "nowhere")]).output
+    logs = MatrixFolder(store / "runs", "mine").logs
+    (logs / "small-none-s0.log").write_text("step 1\nstep 2\n")
+    assert call(app, ["logs", "small-none-s0", *runs]).output == "step 1\nstep 2\n"
+    assert call(app, ["logs", "small-none", "-f", *runs]).output == "step 1\nstep 2\n"
+
+
+def test_stop_leaves_a_request_for_the_driver(store: Path) -> None:
+    call, runs = CliRunner().invoke, store / "runs"
+    folder = MatrixFolder(runs, "mine")
+    with driving(folder):
+        assert call(app, ["stop", "small-oelm-s1", "--runs", str(runs)]).exit_code == 0
+        assert call(app, ["stop", "mine", "--runs", str(runs)]).exit_code == 0
+        for name, reason in (
+            ("small-oelm", "could be small-oelm-s0, small-oelm-s1"),
+            ("small-olm-s2", "is no run of mine; did you mean `small-oelm-s"),
+        ):
+            refused = call(app, ["stop", name, "--runs", str(runs)]).exception
+            assert isinstance(refused, fl.BadInput)
+            assert reason in str(refused)
+    assert list(folder.requests()) == [{"stop": "small-oelm-s1"}, {"stop": "*"}]
+    assert list(folder.requests()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["stop", "mine"], "no matrix runs in"),
+        (["status", "mien"], "no matrix 'mien' in .*did you mean `mine`"),
+        (["logs", "small-none-s7"], "has a log of 'small-none-s7'"),
+        (["status", "--live", "--json"], "--live draws a table on a terminal"),
+        (["matrix", "phase33"], "no group is called 'phase33'; did you mean `phase3`"),
+        (["matrix", "phase3", "--devices", "cuda:77"], "'cuda:77' is not a device of this machine"),
+        (["matrix", "phase3", "--add"], "--add: no matrix runs in"),
+        (["matrix", "phase3", "--notify", "x {y}"], "should be a command with"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str, store: Path) -> None:
+    done = CliRunner().invoke(app, [*arguments, "--runs", str(store / "runs")])
+    assert isinstance(done.exception, fl.BadInput)
+    assert re.search(message, str(done.exception))
+    assert "\n" not in str(done.exception)
+
+
+def test_status_imports_neither_torch_nor_pydantic_models(store: Path) -> None:
+    program = (
+        "import sys; sys.argv = ['frostlab', 'status', '--runs', sys.argv[1]]\n"
+        "from frostlab.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print({'torch', 'frostlab.recipe.recipe', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(store / "runs")], capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1] == "set()", done.stderr
+
+
+@pytest.mark.slow
+def test_on_a_terminal_it_goes_on_in_the_background(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(tiny()))
+    values: dict[str, Any] = {"recipes": ["small.yaml"], "seeds": 2}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+    main, other = pty.openpty()
+    command = [sys.executable, "-m", "frostlab", "matrix", "mine.yaml", "--devices", "cpu"]
+    done = subprocess.run(command, cwd=tmp_path, stdout=other, stderr=other, check=False)
+    os.close(other)
+    text = os.read(main, 10000).decode()
+    os.close(main)
+    assert done.returncode == 0, text
+    assert "2 runs to train in the background" in text
+    ends = time.monotonic() + 200
+    while "mine (finished): 2 runs: 2 finished" not in (
+        shown := frostlab_command("status", cwd=tmp_path).stdout
+    ):
+        assert time.monotonic() < ends, shown
+        time.sleep(0.5)
+    assert "mine ended: 2 finished" in (tmp_path / "runs/matrices/mine/driver.log").read_text()
