@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -12,9 +14,10 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 import frostlab as fl
-from forked import Program
+from frostlab.cli.main import app
 from frostlab.matrix.drive import Ends, add_to_live, check_notify, drive
 from frostlab.matrix.places import Opened, Places
 from frostlab.matrix.plan import matrix_plan
@@ -32,6 +35,13 @@ def plan_of(folder: Path, seeds: int, name: str = "mine", **recipe: Any) -> Matr
     values = {"recipes": [f"{name}-recipe.yaml"], "seeds": seeds}
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
     return matrix_plan(str(folder / f"{name}.yaml"))
+
+
+def command(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start a command in a Python of its own: the server of `forked` has no workers."""
+    pipe = subprocess.PIPE
+    words = [sys.executable, "-m", "frostlab", *arguments]
+    return subprocess.Popen(words, cwd=folder, stdout=pipe, stderr=pipe, text=True)
 
 
 def wait_until(condition: Any, seconds: float = 250) -> None:
@@ -159,9 +169,9 @@ def test_the_holder_of_a_lock_is_known_only_while_it_lives(tmp_path: Path) -> No
 def test_kill_everything_then_the_same_command_repeats_nothing(tmp_path: Path) -> None:
     long = {"train": {"batch": 32, "epochs": 60, "threads": 1, "checkpoint": 20}}
     plan_of(tmp_path, 4, **long)
-    command = ("-m", "frostlab", "matrix", "mine.yaml", "--devices", "cpu", "--per-device", "2")
+    words = ("matrix", "mine.yaml", "--devices", "cpu", "--per-device", "2")
     runs = tmp_path / "runs"
-    program = Program(*command, cwd=tmp_path)
+    program = command(tmp_path, *words)
     wait_until(lambda: any(runs.glob("*/result.json")))
     holder = holder_of(runs)
     assert holder is not None
@@ -169,9 +179,10 @@ def test_kill_everything_then_the_same_command_repeats_nothing(tmp_path: Path) -
     finished = {p.parent.name: p.stat().st_mtime_ns for p in runs.glob("*/result.json")}
     for victim in victims:
         victim.kill()
-    program.wait()
-    done = Program(*command, cwd=tmp_path).wait()
-    assert done.returncode == 0, done.stderr
+    program.communicate(timeout=200)
+    again = command(tmp_path, *words)
+    _, stderr = again.communicate(timeout=250)
+    assert again.returncode == 0, stderr
     assert len(digests(runs)) == 4
     for name, modified in finished.items():
         assert (runs / name / "result.json").stat().st_mtime_ns == modified
@@ -183,21 +194,48 @@ def test_kill_everything_then_the_same_command_repeats_nothing(tmp_path: Path) -
 def test_a_signal_stops_it_with_checkpoints_and_a_second_at_once(tmp_path: Path) -> None:
     endless = {"train": {"batch": 8, "epochs": 4000, "threads": 1}, "evaluate": {"every": 200000}}
     plan_of(tmp_path, 2, **endless)
-    command = ("-m", "frostlab", "matrix", "mine.yaml", "--devices", "cpu", "--per-device", "2")
-    program = Program(*command, cwd=tmp_path)
+    words = ("matrix", "mine.yaml", "--devices", "cpu", "--per-device", "2")
+    program = command(tmp_path, *words)
     runs = tmp_path / "runs"
     events = [runs / f"mine-recipe-none-s{seed}" / "events.jsonl" for seed in (0, 1)]
     wait_until(lambda: all(p.exists() and '"step"' in p.read_text() for p in events))
-    program.signal(signal.SIGINT)
-    done = program.wait()
-    assert done.returncode == 1
-    assert "mine stopped; the same command continues it: 2 stopped" in done.stderr
+    program.send_signal(signal.SIGINT)
+    _, stderr = program.communicate(timeout=200)
+    assert program.returncode == 1
+    assert "mine stopped; the same command continues it: 2 stopped" in stderr
     for path in events:
         assert finished_status(path.parent) == "stopped"
         assert any(path.parent.glob("checkpoints/*"))
-    program = Program(*command, cwd=tmp_path)
+    program = command(tmp_path, *words)
     wait_until(lambda: all('"resume"' in p.read_text() for p in events))
     MatrixFolder(runs, "mine").request(stop=EVERYTHING)
     MatrixFolder(runs, "mine").request(stop=EVERYTHING)
-    assert program.wait().returncode != 0
+    program.communicate(timeout=200)
+    assert program.returncode != 0
     assert holder_of(runs) is None
+
+
+@pytest.mark.slow
+def test_a_comparison_goes_through_the_same_queue(tmp_path: Path) -> None:
+    """Two devices are two workers here; the comparison is the one that a single process makes."""
+    values = {"recipe": tiny(), "arms": ["baseline", "oelm"], "seeds": 2, "clock": False}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(values))
+    options = ("--devices", "cpu", "--per-device", "2", "--json")
+    shared = command(tmp_path, "compare", "c.yaml", *options)
+    stdout, stderr = shared.communicate(timeout=250)
+    assert shared.returncode == 0, stderr
+    alone = command(tmp_path, "compare", "c.yaml", "--out", "x", "--json")
+    one, two = json.loads(stdout), json.loads(alone.communicate(timeout=250)[0])
+    assert (one["jobs"], two["jobs"]) == (2, 1)
+    for name, arm in one["arms"].items():
+        for run, other in zip(arm["runs"], two["arms"][name]["runs"], strict=True):
+            assert run["weights_digest"] == other["weights_digest"]
+
+
+def test_options_of_a_comparison_that_exclude_each_other() -> None:
+    for option in ("--jobs", "2"), ("--device", "cpu"):
+        refused = CliRunner().invoke(
+            app, ["compare", "docstrings-gpt", "--devices", "cpu", *option]
+        )
+        assert isinstance(refused.exception, fl.BadInput)
+        assert f"{option[0]} has no meaning with --devices" in str(refused.exception)

@@ -50,6 +50,7 @@ def set_state(store: Path, status: str = "running", **runs: RunState) -> None:
 
 def test_the_record_and_the_driver_say_where_runs_stand(store: Path) -> None:
     runs = store / "runs"
+    (runs / "matrices" / "mine" / "state.json").unlink(missing_ok=True)
     found = read_status(runs)
     assert found.counts == {"finished": 3, "waiting": 1}
     assert (found.name, found.status, found.seconds_left) == ("mine", "not started", None)

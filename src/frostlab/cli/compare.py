@@ -14,6 +14,8 @@ from frostlab.cli.options import (
     AsJson,
     DataDir,
     Device,
+    Devices,
+    PerDevice,
     ScaleOption,
     Settings,
     StandIn,
@@ -29,14 +31,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from frostlab.comparison.run import Comparison
+    from frostlab.comparison.runner import Runner
     from frostlab.experiments.run import GroupResult
+    from frostlab.matrix.places import Places
     from frostlab.recipe.recipe import Recipe
 
 _WITH_RUNS = ("sources", "runs", "metric", "allow", "out", "as_json")  # allowed with --runs
 _FOR_GROUPS = ("as_published", "only")  # options that only a group has
 _WITH_GROUPS = (  # options that apply to every comparison of a group
-    "sources", *_FOR_GROUPS, "seeds", "rounds", "settings", "quick", "jobs", "data_dir", "out",
-    "device", "scale", "stand_in", "as_json",
+    "sources", *_FOR_GROUPS, "seeds", "rounds", "settings", "quick", "jobs", "devices",
+    "per_device", "data_dir", "out", "device", "scale", "stand_in", "as_json",
 )  # fmt: skip
 
 
@@ -139,6 +143,8 @@ def compare(
             help="Number of runs to train at the same time; they must fit in memory together.",
         ),
     ] = 1,
+    devices: Devices = None,
+    per_device: PerDevice = "1",
     data_dir: DataDir = None,
     out: Annotated[
         Path | None,
@@ -167,6 +173,9 @@ def compare(
         )
     (source,) = sources
     check_data_dir(data_dir)
+    from frostlab.matrix.places import Places
+
+    make_runner = _runner_of(Places(devices, per_device), jobs, device, data_dir)
     changes = settings_from(settings, device, scale)
     from frostlab.experiments.plans import is_group_source
 
@@ -176,7 +185,15 @@ def compare(
         rules = {key: value for key, value in rules.items() if value is not None}
         _show_group(
             _compare_group(
-                source, as_published, only, rules, changes, quick, stand_in, jobs, data_dir, out
+                source,
+                as_published,
+                only,
+                rules,
+                changes,
+                quick,
+                stand_ins_from(data_dir) if stand_in else None,
+                make_runner,
+                out,
             ),
             as_json,
         )
@@ -203,15 +220,33 @@ def compare(
         else make_plan(source, rules, settings=changes, quick=quick, stand_in=replace_missing)
     )
     from frostlab.comparison.run import reproduce, run_plan  # imports torch, unlike the plan
-    from frostlab.comparison.runner import Runner
-    from frostlab.training.progress import choose_screen
 
-    runner = Runner(data_dir, choose_screen(True), jobs)
+    runner = make_runner()
     if plan is None:
         comparison = reproduce(Path(source), runner, out)
     else:
         comparison = run_plan(plan, runner, out)
     _show(comparison, as_json)
+
+
+def _runner_of(
+    places: "Places", jobs: int, device: str | None, data_dir: Path | None
+) -> "Callable[[], Runner]":
+    """Return a function that makes the runner; refuse options that exclude each other."""
+    chosen = places != type(places)()  # not the default
+    if chosen and (jobs > 1 or device is not None):
+        other = "--jobs" if jobs > 1 else "--device"
+        raise BadInput(f"{other} has no meaning with --devices and --per-device, which replace it")
+    if chosen:
+        places.check()
+
+    def make() -> "Runner":
+        from frostlab.comparison.runner import Runner  # imports torch, unlike a plan
+        from frostlab.training.progress import choose_screen
+
+        return Runner(data_dir, choose_screen(True), jobs, places if chosen else None)
+
+    return make
 
 
 def stand_ins_from(data_dir: Path | None) -> "Callable[[Recipe], Recipe]":
@@ -250,9 +285,8 @@ def _compare_group(
     rules: dict[str, Any],
     settings: dict[str, Any],
     quick: bool,
-    stand_in: bool,
-    jobs: int,
-    data_dir: Path | None,
+    stand_in: "Callable[[Recipe], Recipe] | None",
+    make_runner: "Callable[[], Runner]",
     out: Path | None,
 ) -> "GroupResult":
     from frostlab.experiments.plans import group_plans, names_in
@@ -261,13 +295,11 @@ def _compare_group(
     group = load_group(source)
     plans = group_plans(
         group, as_published=as_published, only=names_in(only), changes=rules, settings=settings,
-        quick=quick, stand_in=stand_ins_from(data_dir) if stand_in else None,
+        quick=quick, stand_in=stand_in,
     )  # fmt: skip
-    from frostlab.comparison.runner import Runner  # imports torch, unlike the plans
-    from frostlab.experiments.run import run_group
-    from frostlab.training.progress import choose_screen
+    from frostlab.experiments.run import run_group  # imports torch, unlike the plans
 
-    return run_group(group, as_published, plans, Runner(data_dir, choose_screen(True), jobs), out)
+    return run_group(group, as_published, plans, make_runner(), out)
 
 
 def _show_group(group: "GroupResult", as_json: bool) -> None:

@@ -1,5 +1,6 @@
 """`frostlab matrix`: many runs in one command, on one or more devices."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,41 +11,32 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from frostlab.cli.options import (
+    AsJson,
     DataDir,
+    Devices,
+    PerDevice,
     RunsFolder,
     ScaleOption,
     Settings,
     StandIn,
     TrustRemoteCode,
+    WhenIdle,
     check_data_dir,
     echo,
     settings_from,
+    width_of,
 )
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.text import counted
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from frostlab.matrix.places import Places
     from frostlab.matrix.store import MatrixFolder, MatrixPlan
+    from frostlab.recipe.recipe import Recipe
 
 _START_SECONDS = 60.0  # for the driver to begin, before this command says that it did not
-Devices = Annotated[
-    str | None,
-    typer.Option(
-        "--devices", metavar="DEVICES",
-        help="Devices to train on, e.g. cuda:0,cuda:1 (default: every free GPU, or the CPU).",
-    ),
-]  # fmt: skip
-PerDevice = Annotated[
-    str,
-    typer.Option(
-        "--per-device", metavar="N|auto",
-        help="Number of runs that share a device; their times are then not used for verdicts.",
-    ),
-]  # fmt: skip
-WhenIdle = Annotated[
-    bool, typer.Option("--when-idle", help="Wait until no other program uses the devices.")
-]
 
 
 def matrix(
@@ -82,11 +74,19 @@ def matrix(
             "{status}'.",
         ),
     ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Find the data, build every model and time three steps; start nothing.",
+        ),
+    ] = False,
     data_dir: DataDir = None,
     scale: ScaleOption = None,
     stand_in: StandIn = False,
     trust_remote_code: TrustRemoteCode = False,
     runs: RunsFolder = Path("runs"),
+    as_json: AsJson = False,
 ) -> None:
     """Train all runs of a group, or recipes × treatments × settings × seeds of a file.
 
@@ -115,6 +115,11 @@ def matrix(
         stand_in=stand_ins,
         data_dir=data_dir,
     )
+    if check:
+        _check(plan, places, runs, as_json)
+        return
+    if as_json:
+        raise BadInput("--json is for --check; `frostlab status --json` shows the runs")
     holder = holder_of(runs)
     if holder is not None and (add or holder.name == plan.name):
         _add(plan, MatrixFolder(runs, holder.name))
@@ -127,6 +132,38 @@ def matrix(
         _drive(plan, folder, places, notify)
     else:
         _detach(plan, folder)
+
+
+def _check(plan: "MatrixPlan", places: "Places", runs: Path, as_json: bool) -> None:
+    """Check every recipe of a plan once, and show what all of its runs need."""
+    from frostlab.matrix.plan import recipes_of
+    from frostlab.matrix.slots import parse_devices
+
+    places.check()
+    devices = parse_devices(places.devices)
+    data_dir = None if plan.data_dir is None else Path(plan.data_dir)
+    show_check(recipes_of(plan), runs, data_dir, devices, as_json)
+
+
+def show_check(
+    recipes: "Sequence[tuple[str, Recipe, int]]",
+    runs: Path,
+    data_dir: Path | None,
+    devices: "Sequence[str]",
+    as_json: bool,
+) -> None:
+    """Check recipes, and print what they need; exit with 1 if one of them cannot run."""
+    from frostlab.matrix.check import check_recipes, check_table
+    from frostlab.training.progress import choose_screen
+
+    say = choose_screen(True).line if len(recipes) > 1 else lambda line: None
+    verdict = check_recipes(recipes, runs, data_dir=data_dir, devices=devices, say=say)
+    if as_json:
+        echo(json.dumps(verdict.to_dict(), indent=1))
+    else:
+        echo("\n".join(check_table(verdict, width_of())))
+    if verdict.problems:
+        raise typer.Exit(1)
 
 
 def _add(plan: "MatrixPlan", folder: "MatrixFolder") -> None:
@@ -147,7 +184,15 @@ def _drive(
     from frostlab.matrix.drive import drive
     from frostlab.training.progress import choose_screen
 
-    ends = drive(plan, folder, places, notify=notify, say=choose_screen(True).line)
+    memory = None
+    if places.per_device == "auto":
+        from frostlab.matrix.check import estimate_memory
+        from frostlab.matrix.plan import recipes_of
+
+        needs = [estimate_memory(recipe) for _, recipe, _ in recipes_of(plan)]
+        memory = max((need for need in needs if need is not None), default=None)
+    say = choose_screen(True).line
+    ends = drive(plan, folder, places, notify=notify, memory=memory, say=say)
     if ends.status != "finished":
         raise typer.Exit(1)
 

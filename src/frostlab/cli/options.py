@@ -29,6 +29,25 @@ Device = Annotated[
 ]  # fmt: skip
 
 
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        "--devices", metavar="DEVICES",
+        help="Devices to train on, e.g. cuda:0,cuda:1 (default: every free GPU, or the CPU).",
+    ),
+]  # fmt: skip
+PerDevice = Annotated[
+    str,
+    typer.Option(
+        "--per-device", metavar="N|auto",
+        help="Number of runs that share a device; their times are then not used for verdicts.",
+    ),
+]  # fmt: skip
+WhenIdle = Annotated[
+    bool, typer.Option("--when-idle", help="Wait until no other program uses the devices.")
+]
+
+
 def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the names in the folder of runs that begin with the text before the cursor."""
     try:

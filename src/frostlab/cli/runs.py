@@ -157,6 +157,12 @@ def run(
         typer.Option(metavar="FOLDER", help="Also write TensorBoard event files to this folder."),
     ] = None,
     device: Device = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Find the data, build the model and time three steps; start nothing."
+        ),
+    ] = False,
     scale: ScaleOption = None,
     stand_in: StandIn = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -168,6 +174,16 @@ def run(
 
     loaded = load_recipe(recipe, settings_from(settings, device, scale), seed)
     check_data_dir(data_dir)
+    if check:
+        from frostlab.cli.matrix import show_check
+
+        if stand_in:
+            from frostlab.models.stand_in import with_stand_ins
+
+            loaded = with_stand_ins(loaded, data_dir)
+        folder = runs if out is None else out.parent
+        show_check([(recipe_name(recipe), loaded, 1)], folder, data_dir, ["auto"], as_json)
+        return
     from frostlab.records.show import show
     from frostlab.timing.clock import process_began
     from frostlab.training.run import run as run_recipe

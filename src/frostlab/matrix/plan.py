@@ -321,6 +321,19 @@ def tasks_of(plan: MatrixPlan, folder: Path) -> list[Task]:
     ]  # fmt: skip
 
 
+def recipes_of(plan: MatrixPlan) -> list[tuple[str, Recipe, int]]:
+    """Return the id of every recipe of a plan, the recipe, and the number of its runs."""
+    found: dict[int, tuple[str, Recipe, int]] = {}
+    for run in plan.runs:
+        if run.recipe in found:
+            name, recipe, count = found[run.recipe]
+        else:
+            values = {**plan.recipes[run.recipe], "seed": run.seed}
+            name, recipe, count = run.id, recipe_from(values, run.id), 0
+        found[run.recipe] = (name, recipe, count + 1)
+    return list(found.values())
+
+
 def merged(old: MatrixPlan, new: MatrixPlan) -> tuple[MatrixPlan, list[PlannedRun]]:
     """Return a plan with the runs of both, and the runs that only the new one has.
 

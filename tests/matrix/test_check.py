@@ -1,0 +1,90 @@
+"""`--check`: what it says agrees with a real run, and it starts nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import frostlab as fl
+from frostlab.cli.main import app
+from frostlab.matrix import check
+from frostlab.matrix.check import check_recipe, check_recipes, check_table, estimate_memory
+from frostlab.recipe.load import load_recipe, recipe_from
+from tiny import tiny
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_it_agrees_with_a_run(tmp_path: Path) -> None:
+    recipe = tiny(treatment={"freeze": ["query", "key"]}, model__width=64)
+    checked = check_recipe("a", recipe_from(recipe))
+    run = fl.run(recipe, out=tmp_path / "a")
+    assert checked.problem is None
+    assert checked.steps == run.result.steps
+    assert (checked.parameters, checked.trainable) == (
+        run.result.parameters.total, run.result.parameters.trainable,
+    )  # fmt: skip
+    assert checked.step_seconds is not None
+    assert checked.seconds == pytest.approx(checked.steps * checked.step_seconds)
+    assert checked.kind == "eager"
+    assert checked.disk_bytes is not None
+    assert folder_bytes(tmp_path / "a") <= checked.disk_bytes, "it never promises too little"
+    assert checked.memory is not None
+    assert checked.memory > 16 * run.result.parameters.trainable
+
+
+def test_stages_count_together() -> None:
+    stages = [{"train": ["all"], "epochs": 1}, {"train": ["head"], "epochs": 2}]
+    recipe = recipe_from(tiny(stages=stages, data__name="majority"))
+    assert check_recipe("a", recipe).steps == 24
+
+
+def test_a_recipe_that_cannot_run_is_named_and_the_others_are_checked(tmp_path: Path) -> None:
+    lacking = tiny(data={"name": "own", "path": str(tmp_path / "nowhere"), "length": 8})
+    broken = recipe_from({**lacking, "tokenizer": {"kind": "words"}})
+    verdict = check_recipes([("good", recipe_from(tiny()), 3), ("bad", broken, 1)], tmp_path / "x")
+    good, bad = verdict.checked
+    assert good.problem is None
+    assert "nowhere" in str(bad.problem)
+    assert verdict.seconds == pytest.approx(3 * (good.seconds or 0))
+    assert len(verdict.problems) == 1
+    text = "\n".join(check_table(verdict, 100))
+    assert "3 runs: 0:00:0" in text
+    assert "cannot run: bad: " in text
+    assert not (tmp_path / "x").exists()
+
+
+def test_too_small_a_disk_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr(check.shutil, "disk_usage", lambda path: Usage)
+    verdict = check_recipes([("good", recipe_from(tiny()), 1)], tmp_path)
+    assert verdict.problems == [
+        f"the disk has 0.001 MB free, and the runs need about {verdict.disk_bytes / 1e6:.3g} MB"
+    ]
+
+
+def test_the_commands_start_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(yaml.safe_dump(tiny()))
+    Path("mine.yaml").write_text(yaml.safe_dump({"recipes": ["small.yaml"], "seeds": 5}))
+    done = CliRunner().invoke(app, ["matrix", "mine.yaml", "--check", "--json"])
+    values = json.loads(done.stdout)
+    assert (values["checked"][0]["runs"], values["problems"]) == (5, [])
+    done = CliRunner().invoke(app, ["run", "small.yaml", "--check"])
+    assert "1 run: " in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml", "small.yaml"]
+
+
+def test_memory_is_estimated_without_data() -> None:
+    small, large = (
+        estimate_memory(load_recipe("gpt-02", {"train.batch": batch})) for batch in (8, 16)
+    )
+    assert small is not None
+    assert large is not None
+    assert 1e9 < small < large < 2 * small
