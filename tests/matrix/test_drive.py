@@ -80,13 +80,13 @@ def test_a_killed_worker_costs_nothing_and_the_rest_goes_on(tmp_path: Path) -> N
     assert state is not None
     assert state.status == "running"
     assert state.at_once == 2
-    (folder.path / "plan.json").write_text("{}")
-    wait_until(lambda: list(folder.path.glob("plan-changed-*.json")))
+    folder.plan_path.write_text("{}")
+    wait_until(lambda: list(folder.path.glob("changed-*.json")))
     thread.join(200)
     (ends,) = ended
     assert ends.counts == {"finished": 3, "stopped": 1}, said
     assert any("killed by SIGKILL; it is tried once more" in line for line in said)
-    assert any(line.startswith("plan.json was changed") for line in said)
+    assert any(line.startswith("matrix.json was changed") for line in said)
     assert len(folder.plan().runs) == 4
     resumes = [line for line in (first / "events.jsonl").read_text().splitlines()
                if line.startswith('{"kind": "resume"')]  # fmt: skip

@@ -16,8 +16,10 @@ from frostlab.cli.options import (
     Device,
     Devices,
     PerDevice,
+    Ray,
     ScaleOption,
     Settings,
+    Slurm,
     StandIn,
     check_data_dir,
     echo,
@@ -40,7 +42,7 @@ _WITH_RUNS = ("sources", "runs", "metric", "allow", "out", "as_json")  # allowed
 _FOR_GROUPS = ("as_published", "only")  # options that only a group has
 _WITH_GROUPS = (  # options that apply to every comparison of a group
     "sources", *_FOR_GROUPS, "seeds", "rounds", "settings", "quick", "jobs", "devices",
-    "per_device", "data_dir", "out", "device", "scale", "stand_in", "as_json",
+    "per_device", "ray", "slurm", "data_dir", "out", "device", "scale", "stand_in", "as_json",
 )  # fmt: skip
 
 
@@ -145,6 +147,8 @@ def compare(
     ] = 1,
     devices: Devices = None,
     per_device: PerDevice = "1",
+    ray: Ray = None,
+    slurm: Slurm = None,
     data_dir: DataDir = None,
     out: Annotated[
         Path | None,
@@ -175,7 +179,9 @@ def compare(
     check_data_dir(data_dir)
     from frostlab.matrix.places import Places
 
-    make_runner = _runner_of(Places(devices, per_device), jobs, device, data_dir)
+    make_runner = _runner_of(
+        Places(devices, per_device, ray=ray, slurm=slurm), jobs, device, data_dir
+    )
     changes = settings_from(settings, device, scale)
     from frostlab.experiments.plans import is_group_source
 

@@ -15,9 +15,11 @@ from frostlab.cli.options import (
     DataDir,
     Devices,
     PerDevice,
+    Ray,
     RunsFolder,
     ScaleOption,
     Settings,
+    Slurm,
     StandIn,
     TrustRemoteCode,
     WhenIdle,
@@ -58,6 +60,8 @@ def matrix(
     devices: Devices = None,
     per_device: PerDevice = "1",
     when_idle: WhenIdle = False,
+    ray: Ray = None,
+    slurm: Slurm = None,
     wait: Annotated[
         bool,
         typer.Option("--wait", help="Stay until all runs have ended, also on a terminal."),
@@ -101,7 +105,7 @@ def matrix(
 
     check_data_dir(data_dir)
     check_notify(notify)
-    places = Places(devices, per_device, when_idle)
+    places = Places(devices, per_device, when_idle, ray, slurm)
     stand_ins = None
     if stand_in:
         from frostlab.cli.compare import stand_ins_from

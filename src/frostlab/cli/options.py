@@ -47,6 +47,19 @@ WhenIdle = Annotated[
     bool, typer.Option("--when-idle", help="Wait until no other program uses the devices.")
 ]
 
+Ray = Annotated[
+    str | None,
+    typer.Option("--ray", metavar="HEAD:PORT", help="Train on the Ray cluster at this address."),
+]
+
+Slurm = Annotated[
+    str | None,
+    typer.Option(
+        "--slurm", metavar="OPTIONS",
+        help="Train through Slurm, with options of sbatch, e.g. partition=gpu,time=4:00:00.",
+    ),
+]  # fmt: skip
+
 
 def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the names in the folder of runs that begin with the text before the cursor."""

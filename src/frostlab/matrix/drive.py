@@ -37,7 +37,7 @@ from frostlab.typed import read
 
 _STATE_SECONDS = 0.5  # the least time between two writings of the state
 _LONGEST_SECONDS = 5.0  # the most time between two, so that readers see that the driver lives
-_PLAN_SECONDS = 2.0  # between two looks at plan.json
+_PLAN_SECONDS = 2.0  # between two looks at the plan's file
 _NOTIFY_SECONDS = 60.0  # the most time that the command of --notify may take
 _FAILED = ("failed", "crashed", "refused", "blocked")
 
@@ -105,6 +105,7 @@ def drive(
             and {status} replaced.
         memory: bytes of GPU memory that the largest run needs, if that is known.
     """
+    folder = MatrixFolder(folder.runs.resolve(), folder.name)  # for processes elsewhere
     with driving(folder):
         plan, left = prepare_matrix(plan, folder)
         try:
@@ -242,7 +243,7 @@ class _Driver:
         self._say(f"added: {counted(len(left), 'runs')}")
 
     def _keep_plan(self) -> None:
-        """Restore plan.json if another program has changed it; keep what that program wrote."""
+        """Restore the plan's file if another program has changed it; keep what that program wrote."""
         if time.monotonic() - self._looked < _PLAN_SECONDS:
             return
         self._looked = time.monotonic()
@@ -253,13 +254,13 @@ class _Driver:
             self._folder.write_plan(self._plan)
             self._plan_time = self._modified()
             self._say(
-                f"plan.json was changed while the matrix runs; it goes on with its own plan, and "
+                f"matrix.json was changed while the matrix runs; it goes on with its own plan, and "
                 f"the changed one is {kept.name}; add runs with `frostlab matrix FILE --add`"
             )
 
     def _modified(self) -> int | None:
         with suppress(OSError):
-            return (self._folder.path / "plan.json").stat().st_mtime_ns
+            return self._folder.plan_path.stat().st_mtime_ns
         return None
 
     def _write_state(self, status: str, last: bool = False) -> None:
@@ -268,9 +269,12 @@ class _Driver:
         if not last and now - self._written < _STATE_SECONDS:
             return
         running = {
-            path.name: RunState("running", place, self._since.get(path), self._attempts[path.name])
+            path.name: RunState(
+                "pending" if place.endswith(", pending") else "running",
+                place, self._since.get(path), self._attempts[path.name],
+            )
             for path, place in ({} if last else self._queue.executor.running()).items()
-        }
+        }  # fmt: skip
         state = DriverState(
             schema=SCHEMA, status=status, pid=os.getpid(), host=socket.gethostname(),
             began=self._began, updated=round(time.time(), 3), places=self._opened.about,

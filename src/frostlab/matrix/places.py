@@ -1,10 +1,11 @@
-"""Where runs train, and the executor for it."""
+"""Where runs train: this machine's devices, a Ray cluster or Slurm; and the executor for it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from frostlab.errors import BadInput
 from frostlab.matrix.mps import multi_process_service, used_by_cuda
 from frostlab.matrix.queue import Executor
 from frostlab.matrix.slots import (
@@ -25,16 +26,36 @@ class Places:
     devices: str | None = None  # such as cuda:0,cuda:1; None: every free GPU, or else the CPU
     per_device: str = "1"  # runs at the same time on one device, or auto
     when_idle: bool = False  # wait until no other program uses a device
+    ray: str | None = None  # address of a cluster's head
+    slurm: str | None = None  # options of sbatch, such as partition=gpu,time=4:00:00
 
     def check(self) -> None:
         """Refuse contradictions and values that cannot be, before anything is started."""
         parse_per_device(self.per_device)
+        clusters = [name for name in ("ray", "slurm") if getattr(self, name) is not None]
+        if len(clusters) > 1:
+            raise BadInput("--ray and --slurm exclude each other")
+        if clusters and replace(self, ray=None, slurm=None) != Places():
+            raise BadInput(
+                f"--{clusters[0]} chooses the devices itself, so --devices, --per-device and "
+                "--when-idle have no meaning with it"
+            )
+        if self.ray is not None:
+            from frostlab.matrix.ray_tasks import check_address
+
+            check_address(self.ray)
+            return
+        if self.slurm is not None:
+            from frostlab.matrix.slurm_jobs import check_options
+
+            check_options(self.slurm)
+            return
         names = parse_devices(self.devices)
         free_devices(names, self.devices is not None, self.when_idle)
 
     def for_one_run(self) -> "Places":
         """Return the choice for runs that must not share anything: the first device alone."""
-        return replace(self, devices=self.first_device(), per_device="1")
+        return Places(self.first_device())
 
     def first_device(self) -> str:
         """Return the first device that was chosen."""
@@ -65,6 +86,18 @@ def executor_in(
         logs: a folder for the output of every run, or None.
         memory: bytes of GPU memory that the largest run needs, if that is known.
     """
+    if places.ray is not None:
+        from frostlab.matrix.ray_tasks import RayTasks
+
+        cluster = RayTasks(places.ray, data_dir, logs)
+        yield Opened(cluster, f"Ray at {places.ray}", cluster.free())
+        return
+    if places.slurm is not None:
+        from frostlab.matrix.slurm_jobs import SlurmJobs
+
+        jobs = SlurmJobs(places.slurm, data_dir, logs)
+        yield Opened(jobs, f"Slurm ({places.slurm})", jobs.free())
+        return
     chosen = places.devices is not None
     names = free_devices(parse_devices(places.devices), chosen, places.when_idle)
     per_device = parse_per_device(places.per_device)

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 HEAD = ("phase", "id", "data", "method", "total", "step", "gap to baseline", "status")
 _STYLES = {
-    "running": "cyan", "finished": "green", "waiting": "dim", "stopped": "yellow",
+    "running": "cyan", "pending": "dim", "finished": "green", "waiting": "dim", "stopped": "yellow",
     **dict.fromkeys((*FAILED, "diverged"), "red"),
 }  # fmt: skip
-_ORDER = ("running", *FAILED, "diverged", "stopped", "interrupted", "waiting", "finished")
+_ORDER = ("running", *FAILED, "diverged", "stopped", "interrupted", "pending", "waiting",
+          "finished")  # fmt: skip
 
 
 @dataclass(frozen=True)

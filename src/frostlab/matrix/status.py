@@ -38,7 +38,7 @@ class RunStatus:
     data: str
     method: str
     seed: int | None
-    state: str  # waiting, running, finished, diverged, stopped, failed, crashed, refused, missing
+    state: str  # waiting, pending, running, stopped, or one of `ENDED` or `FAILED`
     baseline: str | None = None  # name of the run that it is compared with
     optional: bool = False
     place: str | None = None  # device, node or job
@@ -243,7 +243,7 @@ def _seconds_left(rows: Sequence[RunStatus], at_once: int) -> float | None:
     for row in running:
         if row.steps and row.steps_per_second:
             durations.append(row.steps / row.steps_per_second)
-    waiting = sum(row.state == "waiting" for row in rows)
+    waiting = sum(row.state in ("waiting", "pending") for row in rows)
     if not durations:
         return None
     mean = statistics.fmean(durations)

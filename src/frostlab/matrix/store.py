@@ -1,6 +1,6 @@
 """The folder of a matrix inside the folder of runs: plan, state, requests, logs and the lock.
 
-A matrix named N has the folder `matrices/N` next to its runs. `plan.json` is written first and says
+A matrix named N has the folder `matrices/N` next to its runs. `matrix.json`, the plan, is written first and says
 which runs there are; `state.json` says what its driver, the process that works through the queue,
 does now; other programs leave files in `requests` for the driver. One driver at a time holds the
 lock of the folder of runs. Nothing here imports torch or pydantic, so that `frostlab status` is
@@ -22,11 +22,11 @@ from frostlab.errors import BadInput, nearest
 from frostlab.storage import Lock, digest_of, finite, is_locked, read_json, write_whole
 from frostlab.typed import read
 
-SCHEMA = 1  # version of plan.json and state.json
+SCHEMA = 1  # version of matrix.json and state.json
 MATRICES = "matrices"
 EVERYTHING = "*"  # in a request to stop: the matrix itself
 _PLAN, _STATE, _REQUESTS, _LOGS, _LOCK, _HOLDER = (
-    "plan.json", "state.json", "requests", "logs", "driver.lock", "driver.json",
+    "matrix.json", "state.json", "requests", "logs", "driver.lock", "driver.json",
 )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """The content of plan.json."""
+    """The content of matrix.json."""
 
     schema: int
     name: str
@@ -73,7 +73,7 @@ class MatrixPlan:
 class RunState:
     """What the driver knows about a run that its record does not say."""
 
-    state: str  # running, failed, stopped, crashed, refused or missing
+    state: str  # running, pending, failed, stopped, crashed, refused or missing
     place: str | None = None  # device, node or job
     began: float | None = None  # s since 1970
     attempts: int = 1
@@ -94,7 +94,6 @@ class DriverState:
     at_once: int  # the most runs at the same time
     runs: dict[str, RunState] = field(default_factory=dict)  # by name, if there is anything to say
     note: str | None = None  # why no run is started, such as a full disk
-    slurm: dict[str, str] = field(default_factory=dict)  # name → job that was submitted
 
 
 class MatrixFolder:
@@ -114,13 +113,18 @@ class MatrixFolder:
         """The log of the driver itself."""
         return self.path / "driver.log"
 
+    @property
+    def plan_path(self) -> Path:
+        """The file of the plan; its name is not that of a comparison's plan."""
+        return self.path / _PLAN
+
     def plan(self) -> MatrixPlan:
         """Return the stored plan."""
-        return read_plan(self.path / _PLAN)
+        return read_plan(self.plan_path)
 
     def has_plan(self) -> bool:
         """Return whether a plan is stored."""
-        return (self.path / _PLAN).exists()
+        return self.plan_path.exists()
 
     def write_plan(self, plan: MatrixPlan) -> None:
         """Store a plan."""
@@ -128,8 +132,8 @@ class MatrixFolder:
         write_whole(self.path / _PLAN, json.dumps(finite(asdict(plan)), indent=1) + "\n")
 
     def keep_changed_plan(self) -> Path:
-        """Rename a plan.json that another program has changed, and return its new path."""
-        path = self.path / f"plan-changed-{int(time.time())}.json"
+        """Rename a plan that another program has changed, and return its new path."""
+        path = self.path / f"changed-{int(time.time())}.json"
         os.replace(self.path / _PLAN, path)
         return path
 
@@ -172,11 +176,11 @@ class MatrixFolder:
 
 def _ended(runs: dict[str, RunState]) -> dict[str, RunState]:
     """Return the states without those of runs that ran when the driver ended."""
-    return {name: run for name, run in runs.items() if run.state != "running"}
+    return {name: run for name, run in runs.items() if run.state not in ("running", "pending")}
 
 
 def read_plan(path: Path) -> MatrixPlan:
-    """Read a plan.json; refuse one that another version wrote."""
+    """Read a matrix.json; refuse one that another version wrote."""
     try:
         values = read_json(path)
     except FileNotFoundError:

@@ -96,6 +96,8 @@ def run_task(
         return Outcome(kind, text, time.monotonic() - began)
 
     try:
+        if is_done(task):  # by a worker that outlived its driver
+            return outcome("finished", "it was done already")
         record = run(
             task.recipe, name=task.name, out=task.path, resume=task.path.exists(),
             data_dir=data_dir, progress=display or False,

@@ -1,0 +1,222 @@
+"""An executor on a Ray cluster: every run is a task with its GPU and CPU needs.
+
+The code and the recipe are shipped; data are found by name on the node. A run writes to a folder of
+its node, and a thread sends what has changed to an actor on the driver's node, which writes it into
+the folder of runs. If a node dies, its runs start elsewhere from the last checkpoint that arrived.
+"""
+
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import frostlab
+from frostlab.errors import BadInput, first_line, require
+from frostlab.matrix.mirror import Piece, Receiver, Sender, all_pieces, remove_copy
+from frostlab.matrix.queue import Ended
+from frostlab.matrix.task import Outcome, Task, run_task
+
+_CONNECT_SECONDS = 5.0  # for the cluster's head to answer
+_LOOK_SECONDS = 2.0  # between two looks at the cluster's resources and places
+_SEND_SECONDS = 1.0  # between two looks of a node at its run's folder
+
+
+def check_address(address: str) -> None:
+    """Refuse an address at which no cluster answers; `auto` is the cluster of this machine."""
+    require("ray", "ray", "--ray")
+    if address == "auto":
+        return
+    if "://" in address:
+        raise BadInput(
+            f"--ray {address:.80}: the driver must run on a machine of the cluster; use HEAD:PORT"
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise BadInput(f"--ray {address!r:.80} should be HEAD:PORT, such as 10.0.0.1:6379")
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+    except OSError as error:
+        reason = error.strerror or first_line(error)
+        raise BadInput(f"--ray {address}: no Ray cluster answers there ({reason})") from None
+
+
+class _Store:
+    """An actor on the driver's node: it writes what runs send, and knows which should stop."""
+
+    def __init__(self) -> None:
+        self._stopped: set[str] = set()
+        self._nodes: dict[str, tuple[str, str]] = {}
+
+    def begin(self, path: str, node: str, name: str) -> None:
+        """Remember the node on which a run trains."""
+        self._nodes[path] = (node, name)
+
+    def write(self, path: str, pieces: list[Piece], log: str | None, text: bytes) -> bool:
+        """Write pieces of a run's folder and of its log; return whether the run should stop."""
+        receiver = Receiver(Path(path))
+        for piece in pieces:
+            receiver.apply(piece)
+        if log is not None and text:
+            with open(log, "ab") as file:
+                file.write(text)
+        return path in self._stopped
+
+    def stop(self, paths: list[str]) -> None:
+        """Ask runs to stop the next time that they send something."""
+        self._stopped |= set(paths)
+
+    def nodes(self) -> dict[str, tuple[str, str]]:
+        """Return the id and the name of every run's node, by the run's folder."""
+        return self._nodes
+
+
+def _train(
+    task: Task, pieces: list[Piece], data_dir: Path | None, log: str | None, store: Any
+) -> Outcome:
+    """Train a run on a node, in a folder of its own that is mirrored to the driver's."""
+    ray = require("ray", "ray", "--ray")
+    path, host = str(task.path), socket.gethostname()
+    node = ray.get_runtime_context().get_node_id()
+    ray.get(store.begin.remote(path, node, f"{host} {node[:6]}"))
+    folder = Path(tempfile.mkdtemp(prefix="frostlab-run-")) / task.path.name
+    receiver, sender = Receiver(folder), Sender(folder)
+    for piece in pieces:
+        receiver.apply(piece)
+    sender.skip_present()
+    ended, sent = threading.Event(), threading.Lock()
+
+    def send() -> None:
+        with sent:
+            changed = list(sender.changes()) if folder.is_dir() else []
+            if ray.get(store.write.remote(path, changed, log, b"")) and not ended.is_set():
+                os.kill(os.getpid(), signal.SIGTERM)  # the run stops after a step
+
+    def follow() -> None:
+        while not ended.wait(_SEND_SECONDS):
+            with suppress(Exception):  # the last sending reports a store that cannot be written
+                send()
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    here = data_dir if data_dir is not None and data_dir.is_dir() else None
+    try:
+        outcome = run_task(replace(task, path=folder), here)
+    except KeyboardInterrupt:
+        outcome = Outcome("stopped", "stopped")
+    finally:
+        ended.set()
+        thread.join()
+    words = f"{outcome.kind}: {outcome.text}\n".encode()
+    send()
+    ray.get(store.write.remote(path, [], log, words))
+    remove_copy(folder.parent)
+    return outcome
+
+
+class RayTasks:
+    """An executor whose tasks run on a Ray cluster.
+
+    A run needs one GPU where the cluster has any, and one CPU.
+    """
+
+    def __init__(self, address: str, data_dir: Path | None, logs: Path | None) -> None:
+        check_address(address)
+        self._ray = ray = require("ray", "ray", "--ray")
+        self._data_dir, self._logs = data_dir, logs
+        package = str(Path(frostlab.__file__).parent)
+        try:
+            ray.init(
+                address=address, log_to_driver=False, logging_level="error",
+                runtime_env={"py_modules": [package]},
+            )  # fmt: skip
+        except Exception as error:  # Ray raises errors of many kinds
+            raise BadInput(f"--ray {address}: {first_line(error)}") from None
+        here = ray.get_runtime_context().get_node_id()
+        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
+        actor = ray.remote(num_cpus=0, scheduling_strategy=strategy)(_Store)
+        self._store = actor.remote()
+        self._running: dict[Any, Task] = {}
+        self._nodes: dict[str, tuple[str, str]] = {}
+        self._looked, self._capacity, self._gpus = -_LOOK_SECONDS, 1, 0
+        self._look()
+
+    def _look(self) -> None:
+        """Ask the cluster what it has, and where runs train, now and then."""
+        if time.monotonic() - self._looked < _LOOK_SECONDS:
+            return
+        resources = self._ray.cluster_resources()
+        self._gpus = int(resources.get("GPU", 0))
+        self._capacity = self._gpus or max(1, int(resources.get("CPU", 1)))
+        with suppress(Exception):  # a busy actor; the next look asks again
+            self._nodes = self._ray.get(self._store.nodes.remote(), timeout=_LOOK_SECONDS)
+        self._looked = time.monotonic()
+
+    def free(self) -> int:
+        """Return how many more runs the cluster has room for."""
+        self._look()
+        return self._capacity - len(self._running)
+
+    def start(self, task: Task) -> None:
+        """Submit a run, with what its folder holds so far."""
+        needs = {"num_cpus": 1, "num_gpus": 1 if self._gpus else 0, "max_retries": 0}
+        log = None if self._logs is None else str(self._logs / f"{task.path.name}.log")
+        self._nodes.pop(str(task.path), None)
+        reference = self._ray.remote(**needs)(_train).remote(
+            replace(task, path=task.path.resolve()), all_pieces(task.path), self._data_dir, log,
+            self._store,
+        )  # fmt: skip
+        self._running[reference] = task
+
+    def wait(self, seconds: float) -> list[Ended]:
+        """Return the runs that have ended, or whose worker or node has died."""
+        if not self._running:
+            time.sleep(seconds)
+            return []
+        self._look()
+        done, _ = self._ray.wait(list(self._running), num_returns=1, timeout=seconds)
+        ended: list[Ended] = []
+        for reference in done:
+            task = self._running.pop(reference)
+            try:
+                ended.append((task, self._ray.get(reference)))
+            except Exception as error:
+                ended.append((task, self._problem(task, error)))
+        return ended
+
+    def _problem(self, task: Task, error: Exception) -> Outcome:
+        """Return whether a run's node has died, or only its process, or whether it failed."""
+        errors = self._ray.exceptions
+        if isinstance(error, errors.RayTaskError):
+            return Outcome("failed", first_line(error.cause if error.cause else error))
+        node, name = self._nodes.get(str(task.path.resolve()), ("", "its node"))
+        alive = {entry["NodeID"] for entry in self._ray.nodes() if entry["Alive"]}
+        lost = isinstance(error, errors.NodeDiedError) or (node and node not in alive)
+        if lost or isinstance(error, errors.ObjectLostError):
+            return Outcome("lost", f"{name} has died")
+        return Outcome("crashed", f"its process on {name} died ({type(error).__name__})")
+
+    def running(self) -> dict[Path, str]:
+        """Return the node of every running task."""
+        return {
+            task.path: self._nodes.get(str(task.path.resolve()), ("", "Ray"))[1]
+            for task in self._running.values()
+        }
+
+    def stop(self, paths: Iterable[Path]) -> None:
+        """Ask runs to stop after a step, with a checkpoint."""
+        self._ray.get(self._store.stop.remote([str(path.resolve()) for path in paths]))
+
+    def close(self, kill: bool = False) -> None:
+        """Leave the cluster; runs that have not ended are cancelled."""
+        for reference in self._running:
+            with suppress(Exception):
+                self._ray.cancel(reference, force=kill)
+        self._running.clear()
+        self._ray.shutdown()

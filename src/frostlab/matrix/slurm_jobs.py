@@ -1,0 +1,277 @@
+"""An executor on Slurm, through submitit: runs are the elements of array jobs.
+
+A job that reaches its time limit is requeued, and goes on from the last checkpoint of its run. The
+folder of runs must be on a file system that the nodes share. States are read with squeue, because
+sacct needs a data base that many clusters do not have.
+"""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from frostlab.errors import BadInput, first_line, nearest, require
+from frostlab.matrix.queue import Ended
+from frostlab.matrix.task import Kind, Outcome, Task, run_task
+from frostlab.storage import read_json, write_whole
+from frostlab.typed import read
+
+_MOST_JOBS = 1000  # that are submitted at once
+_LOOK_SECONDS = 2.0  # between two calls of squeue
+_TIMEOUTS = 1000  # how often a job may reach its time limit and be requeued
+_LOST_SECONDS = 10.0  # for the outcome of a job to appear after squeue calls it ended
+_LIVE = (
+    "PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED",
+    "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "REQUEUE_FED", "SPECIAL_EXIT",
+)  # fmt: skip
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+# Options that submitit knows by these names; others are passed to sbatch as they are.
+_KNOWN = (
+    "partition", "nodes", "cpus_per_task", "gpus_per_node", "qos", "mem", "mem_per_cpu",
+    "constraint", "exclude", "account", "gres", "nodelist", "comment", "array_parallelism",
+    "signal_delay_s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A line of squeue."""
+
+    id: str
+    state: str
+    node: str
+
+
+def parse_options(text: str) -> dict[str, Any]:
+    """Return the options in `partition=gpu,time=4:00:00` by the names that submitit uses."""
+    options: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        key, equals, value = part.partition("=")
+        name = key.strip().lstrip("-").replace("-", "_")
+        if not equals or not name.isidentifier() or not value.strip():
+            raise BadInput(
+                f"--slurm {part!r:.60} should be KEY=VALUE, such as partition=gpu,time=4:00:00"
+            )
+        options[name] = value.strip()
+    if "time" in options:
+        options["time"] = _minutes(options["time"])
+    return options
+
+
+def _minutes(text: str) -> int:
+    """Return a time of sbatch, such as 30, 4:00:00 or 1-12:00:00, in minutes."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise BadInput(f"--slurm time={text!r:.40} should be a time, such as 4:00:00")
+    days, first, second, third = (int(group) if group else 0 for group in match.groups())
+    if match[1] is not None:  # days-hours:minutes:seconds
+        seconds = 86400 * days + 3600 * first + 60 * second + third
+    elif match[4] is not None:  # hours:minutes:seconds
+        seconds = 3600 * first + 60 * second + third
+    else:  # minutes:seconds
+        seconds = 60 * first + second
+    return max(1, math.ceil(seconds / 60))
+
+
+def check_options(text: str) -> None:
+    """Refuse wrong options, a machine without Slurm, and a partition that does not exist."""
+    require("submitit", "slurm", "--slurm")
+    partition = parse_options(text).get("partition")
+    if shutil.which("sbatch") is None:
+        raise BadInput("--slurm: sbatch is not installed here; start it on a login node of Slurm")
+    partitions = _ask("sinfo", "--noheader", "--format=%R").split()
+    if partition is not None and partition not in partitions:
+        hint = nearest(partition, partitions) or f"; there are {', '.join(partitions)}"
+        raise BadInput(f"--slurm partition={partition:.60} does not exist{hint}")
+
+
+def _ask(*command: str) -> str:
+    """Return the output of one of Slurm's programs; an error is one line."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BadInput(f"--slurm: {command[0]}: {first_line(error)}") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise BadInput(f"--slurm: {lines[0]:.200}")
+    return done.stdout
+
+
+class SlurmRun:
+    """The function of a job: it trains a run, or resumes it, and leaves its outcome in a file."""
+
+    def __init__(self, task: Task, data_dir: Path | None, outcome: Path) -> None:
+        self.task, self.data_dir, self.outcome = task, data_dir, outcome
+
+    def __call__(self) -> None:
+        """Train the run."""
+        try:
+            outcome = run_task(self.task, self.data_dir)
+        except KeyboardInterrupt:
+            outcome = Outcome("stopped", "stopped")
+        write_whole(self.outcome, json.dumps(asdict(outcome)) + "\n")
+
+    def checkpoint(self) -> Any:
+        """Return what the requeued job does: the same, from the run's last checkpoint."""
+        submitit = require("submitit", "slurm", "--slurm")
+        return submitit.helpers.DelayedSubmission(self)
+
+
+class SlurmJobs:
+    """An executor whose tasks are jobs of Slurm.
+
+    A job that an earlier driver has submitted is found again by its number, which is kept in the
+    matrix's folder.
+    """
+
+    def __init__(self, options: str, data_dir: Path | None, logs: Path | None) -> None:
+        check_options(options)
+        self._submitit = require("submitit", "slurm", "--slurm")
+        self._data_dir = None if data_dir is None else data_dir.resolve()
+        folder = (Path("slurm") if logs is None else logs.parent / "slurm").resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._numbers = folder, folder / "jobs.json"
+        self._executor = self._submitit.SlurmExecutor(folder / "%j", max_num_timeout=_TIMEOUTS)
+        given = parse_options(options)
+        known = {key: given.pop(key) for key in ("time", *_KNOWN) if key in given}
+        self._executor.update_parameters(
+            job_name="frostlab", **{k: _number(v) for k, v in known.items()},
+            additional_parameters=given,
+        )  # fmt: skip
+        self._jobs: dict[Path, str] = {}  # a run's folder → its job
+        self._tasks: dict[Path, Task] = {}
+        self._new: list[Task] = []
+        self._states: dict[str, _Job] = {}
+        self._looked = -_LOOK_SECONDS
+        self._gone: dict[str, float] = {}  # job → when squeue first called it ended
+        self._known = self._stored()
+
+    def _stored(self) -> dict[str, str]:
+        try:
+            values = read_json(self._numbers)
+        except (OSError, BadInput):
+            return {}
+        return {str(k): str(v) for k, v in values.items()} if isinstance(values, dict) else {}
+
+    def free(self) -> int:
+        """Return how many more jobs may be submitted; Slurm decides when they run."""
+        return _MOST_JOBS - len(self._tasks)
+
+    def start(self, task: Task) -> None:
+        """Keep a task for the next array job, unless an earlier job of it still lives."""
+        task = replace(task, path=task.path.resolve())
+        self._tasks[task.path] = task
+        self._look()
+        earlier = self._known.get(task.path.name)
+        if earlier in self._states and self._states[earlier].state in _LIVE:
+            self._jobs[task.path] = earlier
+        else:
+            self._outcome(task).unlink(missing_ok=True)
+            self._new.append(task)
+
+    def _submit(self) -> None:
+        """Submit the tasks that wait, as one array job."""
+        if not self._new:
+            return
+        functions = [SlurmRun(task, self._data_dir, self._outcome(task)) for task in self._new]
+        try:
+            with self._executor.batch():
+                jobs = [self._executor.submit(function) for function in functions]
+        except Exception as error:  # submitit passes on what sbatch has written
+            raise BadInput(f"--slurm: {first_line(error)}") from None
+        for task, job in zip(self._new, jobs, strict=True):
+            self._jobs[task.path] = self._known[task.path.name] = job.job_id
+        self._new.clear()
+        self._looked = -_LOOK_SECONDS
+        write_whole(self._numbers, json.dumps(self._known, indent=1) + "\n")
+
+    def _outcome(self, task: Task) -> Path:
+        return self._folder / f"{task.path.name}.outcome.json"
+
+    def _look(self) -> None:
+        """Ask squeue for the states of all jobs, now and then."""
+        if time.monotonic() - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        output = _ask("squeue", "--me", "--states=all", "--array", "--noheader",
+                      "--format=%i|%T|%N")  # fmt: skip
+        self._states = {
+            job.id: job
+            for line in output.splitlines()
+            if len(parts := line.strip().split("|")) == 3
+            for job in [_Job(*parts)]
+        }
+
+    def wait(self, seconds: float) -> list[Ended]:
+        """Return the runs whose job has left an outcome, or has ended without one."""
+        self._submit()
+        time.sleep(seconds)
+        self._look()
+        ended = []
+        for path, task in list(self._tasks.items()):
+            outcome = self._ended(task)
+            if outcome is not None:
+                del self._tasks[path]
+                self._jobs.pop(path, None)
+                ended.append((task, outcome))
+        return ended
+
+    def _ended(self, task: Task) -> Outcome | None:
+        """Return how a job ended; None if it lives."""
+        path, number = self._outcome(task), self._jobs[task.path]
+        job = self._states.get(number)
+        state = "UNKNOWN" if job is None else job.state
+        if path.exists():
+            return read(Outcome, read_json(path), path)
+        if state in _LIVE:
+            self._gone.pop(number, None)
+            return None
+        since = self._gone.setdefault(number, time.monotonic())
+        if time.monotonic() - since < _LOST_SECONDS:
+            return None
+        del self._gone[number]
+        if state in ("NODE_FAIL", "PREEMPTED", "BOOT_FAIL"):
+            return Outcome("lost", f"job {number} ended with {state}")
+        kind: Kind = "stopped" if state == "CANCELLED" else "crashed"
+        return Outcome(kind, f"job {number} ended with {state}")
+
+    def running(self) -> dict[Path, str]:
+        """Return the job of every task, with the node on which it runs, or that it is pending."""
+        self._submit()
+        places = {}
+        for path in self._tasks:
+            number = self._jobs[path]
+            job = self._states.get(number)
+            state = "pending" if job is None else (job.node or job.state.lower())
+            places[path] = f"job {number}, {state}"
+        return places
+
+    def stop(self, paths: Iterable[Path]) -> None:
+        """Cancel pending jobs; send SIGTERM to running ones, which write a checkpoint."""
+        self._submit()
+        self._looked = -_LOOK_SECONDS
+        self._look()
+        for path in paths:
+            number = self._jobs.get(path.resolve())
+            if number is None:
+                continue
+            job = self._states.get(number)
+            waits = job is None or job.state == "PENDING"
+            _ask("scancel", *([] if waits else ["--signal=TERM"]), number)
+
+    def close(self, kill: bool = False) -> None:
+        """Cancel what still runs, if asked to; otherwise nothing runs any more."""
+        if kill:
+            for number in self._jobs.values():
+                _ask("scancel", number)
+
+
+def _number(value: Any) -> Any:
+    """Return a text of digits as a number, which submitit expects."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value

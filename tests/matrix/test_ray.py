@@ -1,0 +1,150 @@
+"""A matrix on a real Ray cluster of two nodes on this machine, one of which is killed midway."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import frostlab as fl
+from frostlab.matrix.mirror import Receiver, Sender, all_pieces
+from frostlab.matrix.places import Places
+from frostlab.records.folder import RunRecord
+from tiny import tiny
+
+# Ray then stays on 127.0.0.1, and does not look for an address that other machines reach. It reads
+# the variable when it is imported, and its processes inherit it.
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*") if path.is_file()
+    }  # fmt: skip
+
+
+def test_a_mirrored_folder_is_the_same_after_every_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frostlab.matrix.mirror._PIECE_BYTES", 3)
+    here, there = tmp_path / "here", tmp_path / "there"
+    sender, receiver = Sender(here), Receiver(there)
+
+    def send() -> list[str]:
+        pieces = list(sender.changes())
+        for piece in pieces:
+            receiver.apply(piece)
+        assert contents(there) == {
+            name: data for name, data in contents(here).items()
+            if name != "run.lock" and ".tmp" not in name
+        }  # fmt: skip
+        return [piece.name for piece in pieces]
+
+    (here / "checkpoints" / "step-1").mkdir(parents=True)
+    (here / "checkpoints" / "step-1" / "model").write_bytes(b"weights" * 3)
+    (here / "run.lock").touch()
+    (here / ".recipe.yaml.0.tmp").write_text("half")
+    (here / "events.jsonl").write_text("one\n")
+    assert set(send()) == {"checkpoints/step-1/model", "events.jsonl"}
+    assert send() == []
+    with (here / "events.jsonl").open("a") as file:
+        file.write("two\n")
+    assert set(send()) == {"events.jsonl"}
+    (here / "events.jsonl").write_text("one\n")  # a resumed run has cut off a line
+    send()
+    (here / "checkpoints" / "step-2").mkdir()
+    (here / "checkpoints" / "step-2" / "model").write_bytes(b"new")
+    (here / "checkpoints" / "step-1" / "model").unlink()
+    (here / "checkpoints" / "step-1").rmdir()
+    (here / "a-result").write_text("x")
+    (here / "result.json").write_text("{}")
+    names = send()
+    assert names.index("result.json") > names.index("checkpoints/step-2/model")
+    assert names[-1] == "checkpoints/step-1/model", "nothing is removed before the new is there"
+    assert not (there / "checkpoints" / "step-1").exists()
+    again = Receiver(tmp_path / "again")
+    for piece in all_pieces(there):
+        again.apply(piece)
+    assert contents(tmp_path / "again") == contents(there)
+    with pytest.raises(fl.BadInput, match="is not inside"):
+        receiver.apply(type(all_pieces(there)[0])("../x", b""))
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:1", "no Ray cluster answers there"),
+        ("nowhere", "should be HEAD:PORT"),
+        ("a:b", "should be HEAD:PORT"),
+        ("ray://a:1", "must run on a machine of the cluster"),
+    ],
+)
+def test_an_unreachable_address_is_one_line(address: str, message: str) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'frostlab[ray]'")
+    with pytest.raises(fl.BadInput, match=message):
+        Places(ray=address).check()
+    with pytest.raises(fl.BadInput, match="--ray chooses the devices itself"):
+        Places("cpu", ray=address).check()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'frostlab[ray]'")
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 1, "include_dashboard": False, "node_ip_address": "127.0.0.1"},
+    )
+    yield made
+    made.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_a_node_that_dies_has_its_runs_go_on_elsewhere(cluster: Any, tmp_path: Path) -> None:
+    other = cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    train = {"batch": 8, "steps": 6000, "threads": 1, "checkpoint": 200}
+    recipe = tiny(train=train, evaluate={"every": 2000, "batch": 256})
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(recipe))
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"recipes": ["small.yaml"], "seeds": 3}))
+    command = [sys.executable, "-m", "frostlab", "matrix", "mine.yaml", "--ray", cluster.address]
+    pipe = subprocess.PIPE
+    driver = subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
+    runs = tmp_path / "runs"
+    state = runs / "matrices" / "mine" / "state.json"
+    deadline = time.monotonic() + 200
+    victim = ""
+    while not victim:
+        assert time.monotonic() < deadline
+        assert driver.poll() is None, driver.communicate()
+        time.sleep(0.2)
+        places = json.loads(state.read_text())["runs"] if state.exists() else {}
+        for name, run in places.items():
+            on_other = str(run["place"]).endswith(other.node_id[:6])
+            if on_other and list((runs / name).glob("checkpoints/step-*/model.safetensors")):
+                victim = name
+    cluster.remove_node(other, allow_graceful=False)
+    _, stderr = driver.communicate(timeout=280)
+    assert driver.returncode == 0, stderr
+    assert f"{victim}: " in stderr
+    assert "it goes on elsewhere" in stderr or "it is tried once more" in stderr
+    resumes = [
+        json.loads(line) for line in (runs / victim / "events.jsonl").read_text().splitlines()
+        if line.startswith('{"kind": "resume"')
+    ]  # fmt: skip
+    assert resumes[-1]["step"] > 0, "from the checkpoint that had arrived"
+    for seed in range(3):
+        alone = fl.run(str(tmp_path / "small.yaml"), seed=seed, out=tmp_path / f"alone-{seed}")
+        there = RunRecord(runs / f"small-none-s{seed}")
+        assert there.result.weights_digest == alone.result.weights_digest
+    verified = subprocess.run([sys.executable, "-m", "frostlab", "verify", "runs"], cwd=tmp_path)
+    assert verified.returncode == 0
