@@ -243,7 +243,7 @@ class _Driver:
         self._say(f"added: {counted(len(left), 'runs')}")
 
     def _keep_plan(self) -> None:
-        """Restore the plan's file if another program has changed it; keep what that program wrote."""
+        """Restore the plan if another program has changed its file; keep what was written."""
         if time.monotonic() - self._looked < _PLAN_SECONDS:
             return
         self._looked = time.monotonic()

@@ -1,10 +1,10 @@
 """The folder of a matrix inside the folder of runs: plan, state, requests, logs and the lock.
 
-A matrix named N has the folder `matrices/N` next to its runs. `matrix.json`, the plan, is written first and says
-which runs there are; `state.json` says what its driver, the process that works through the queue,
-does now; other programs leave files in `requests` for the driver. One driver at a time holds the
-lock of the folder of runs. Nothing here imports torch or pydantic, so that `frostlab status` is
-fast.
+A matrix named N has the folder `matrices/N` next to its runs. Its plan, `matrix.json`, is written
+first and says which runs there are; `state.json` says what its driver, the process that works
+through the queue, does now; other programs leave files in `requests` for the driver. One driver at
+a time holds the lock of the folder of runs. Nothing here imports torch or pydantic, so that
+`frostlab status` is fast.
 """
 
 import json
