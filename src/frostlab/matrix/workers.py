@@ -228,8 +228,7 @@ def _serve(
     active = _stop_before_training()
     import frostlab.training.run  # noqa: F401  (torch, before the first task)
 
-    gc.collect()
-    gc.freeze()  # what is imported now stays, so that later collections are fast
+    first = True
     with contextlib.suppress(EOFError, OSError):
         while (task := connection.recv()) is not None:
             active.set()
@@ -238,6 +237,9 @@ def _serve(
             active.clear()
             connection.send(outcome)
             _clean_up()
+            if first:
+                gc.freeze()  # what the first run has imported stays: later collections are fast
+            first = False
 
 
 def _attempt(task: Task, data_dir: Path | None, logged: bool) -> Outcome:
