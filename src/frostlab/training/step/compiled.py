@@ -19,7 +19,7 @@ from frostlab.devices import captures_graphs
 from frostlab.errors import first_line
 from frostlab.surgery.stale import changes
 from frostlab.training.batches.batch import Batch
-from frostlab.training.distributed import Compute, blocks
+from frostlab.training.distributed import Compute, GradientSum, blocks
 from frostlab.training.step.eager import EagerStep
 from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import Bf16Copies
@@ -39,8 +39,9 @@ class CompiledStep(EagerStep):
         reason: str = "",
         copies: Bf16Copies | None = None,
         compiles: bool = True,
+        gradient_sum: GradientSum | None = None,
     ) -> None:
-        super().__init__(objective, optimizer, compute, clip, reason, copies)
+        super().__init__(objective, optimizer, compute, clip, reason, copies, gradient_sum)
         self._all_parameters = list(self.objective.parameters())
         self._state_at_compile = self._guarded_state()
         self.compiles, self._tried_shapes = compiles, set[Any]()
@@ -95,6 +96,8 @@ class CompiledStep(EagerStep):
             return False
         self._all_parameters = list(self.objective.parameters())
         self._state_at_compile, self._tried_shapes = self._guarded_state(), set()
+        if self.gradient_sum is not None:
+            self.gradient_sum.reset()
         if self.compiles:
             uncompile(self.objective)
             compile_layers(self.objective)
