@@ -90,12 +90,15 @@ class Sharing:
     shares_norms: bool = False  # whether there is a SyncBatchNorm
     one_shape: bool = False  # whether all micro-batches of all processes have the same shape
 
-    def obstacle(self, world: World) -> str | None:
-        """Return why these processes cannot take captured steps; None if they can."""
+    def obstacle(self, wanted: StepKind, world: World) -> str | None:
+        """Return why these processes cannot take the wanted steps; None if they can."""
+        # both exchange tensors in the forward pass, so processes cannot compile at different steps
         if self.sharded:
             return "steps with parallel fsdp are neither compiled nor captured"
         if self.shares_norms:
             return "norms that are shared by processes need eager steps"
+        if wanted == "compiled":
+            return None
         if not world.nccl:
             return f"graphs of {world.size} processes need NCCL, and a GPU for each of them"
         if not self.one_shape:
@@ -126,14 +129,14 @@ def choose_kind(
     obstacle = None
     if watches_inside:
         obstacle = "watch.dead_units and watch.attention_entropy need eager steps"
-    elif compute.world.size > 1 and wanted != "captured":
+    elif compute.world.size > 1 and wanted == "auto":
         obstacle = (
-            f"with {compute.world.size} processes steps are eager unless train.step is captured"
+            f"with {compute.world.size} processes steps are eager unless another kind is asked for"
         )
     elif not captures_graphs(compute.device) and wanted != "compiled":
         obstacle = f"graphs are captured on CUDA, not on {compute.device.type}"
     elif compute.world.size > 1:
-        obstacle = (sharing or Sharing()).obstacle(compute.world)
+        obstacle = (sharing or Sharing()).obstacle(wanted, compute.world)
     if obstacle is not None:
         return Choice("eager", False, obstacle)
     if wanted == "compiled":

@@ -63,12 +63,15 @@ class CompiledStep(EagerStep):
         return len(self._tried_shapes)
 
     def _try_compiling(self, parts: list[Batch], scored: int | Tensor) -> None:
-        """Compile for a new shape in a dry run, and fall back to eager layers if that fails."""
+        """Compile for a new shape in a dry run, and fall back to eager layers if that fails.
+
+        With several processes the dry run is local: each meets new shapes at its own steps.
+        """
         shape = shape_key(parts)
         if not self.compiles or shape in self._tried_shapes:
             return
         try:
-            self.dry_run(parts, scored)
+            self.dry_run(parts, scored, local=True)
         except Exception as error:  # compilers raise errors of many types
             uncompile(self.objective)
             self.compiles = False
@@ -83,9 +86,10 @@ class CompiledStep(EagerStep):
     def _guarded_state(self) -> tuple[Any, ...]:
         """Return the state that compiled or captured code depends on, e.g. which weights learn."""
         # the supervision (which layers have a loss) determines which weights get a gradient
-        supervision = getattr(self.objective, "supervision", None)
+        objective = self.local_objective
+        supervision = getattr(objective, "supervision", None)
         trainable = (p.requires_grad for p in self._all_parameters)
-        return (changes(self.objective), self.objective.training, supervision, *trainable)
+        return (changes(objective), objective.training, supervision, *trainable)
 
     def _recompile_if_changed(self) -> bool:
         """Compile again and return True if the guarded state changed, as when a weight is thawed.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from frostlab.devices import forked_devices, prepares_kernels, seed_generators
 from frostlab.errors import FrostlabError
@@ -88,6 +89,8 @@ class EagerStep:
         gradient_sum: GradientSum | None = None,
     ) -> None:
         self.objective, self.optimizer, self.compute = objective, optimizer, compute
+        # the objective without DDP: its gradients are not averaged over processes
+        self.local_objective = objective.module if isinstance(objective, DDP) else objective
         self.clip, self.reason, self.copies = clip, reason, copies
         # sums gradients over all processes; None: DDP or FSDP does, or there is only one process
         self.gradient_sum = gradient_sum
@@ -133,13 +136,14 @@ class EagerStep:
         skip_update(self.optimizer, self.device, None if self.clip is None else clip_factor)
         self.optimizer.zero_grad(set_to_none=True)
 
-    def dry_run(self, parts: list[Batch], scored: int | Tensor) -> None:
+    def dry_run(self, parts: list[Batch], scored: int | Tensor, local: bool = False) -> None:
         """Compute gradients and keep them, but restore random generators and buffers.
 
-        `GradientSum` does not sum them.
+        `local`: without DDP, so that processes need not do this at the same step. `GradientSum`
+        does not sum the gradients either way.
         """
         with torch.random.fork_rng(forked_devices(self.device)), preserve_buffers(self.objective):
-            self.gradients(parts, scored)
+            self.gradients(parts, scored, local)
 
     @contextmanager
     def gradients_now(self, parts: list[Batch], scored: int) -> Iterator[Gradient]:
@@ -157,23 +161,27 @@ class EagerStep:
             self.flow = flow
             self.optimizer.zero_grad(set_to_none=True)
 
-    def gradients(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
-        """Accumulate the gradients of the mean loss; return this process's summand of that loss."""
+    def gradients(self, parts: list[Batch], scored: int | Tensor, local: bool = False) -> Tensor:
+        """Accumulate the gradients of the mean loss; return this process's summand of that loss.
+
+        `local` leaves out DDP.
+        """
+        objective = self.local_objective if local else self.objective
         # bf16 copies get bf16 gradients, in which sums over micro-batches would be inexact
         if self.copies is not None and len(parts) == 1:
             with self.copies.in_place():
-                return self._backward(parts, scored)
-        return self._backward(parts, scored)
+                return self._backward(objective, parts, scored)
+        return self._backward(objective, parts, scored)
 
-    def _backward(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
+    def _backward(self, objective: nn.Module, parts: list[Batch], scored: int | Tensor) -> Tensor:
         total = torch.zeros((), device=self.device)
         # DDP and FSDP average gradients, so each process multiplies by their number
         averaged = self.compute.world.size if self.gradient_sum is None else 1
         factor = torch.full((), float(averaged), device=self.device) / scored
         for i, part in enumerate(parts):
-            with accumulate_gradients(self.objective, last=i == len(parts) - 1):
+            with accumulate_gradients(objective, last=i == len(parts) - 1):
                 with self.compute.autocast(), self._listening(), expect_gradient(factor):
-                    loss = self.objective(part)
+                    loss = objective(part)
                 loss.backward(factor.to(loss.dtype))
             total += loss.detach() / scored
         return total
