@@ -156,10 +156,12 @@ def build_step(
     )
     if choice.kind == "captured":
         return CapturedStep(
-            wrapped, optimizer, compute, optim.clip, choice.reason, copies, choice.compiles
+            wrapped, optimizer, compute, optim.clip, choice.reason, copies, choice.compiles, shapes
         )
     if choice.kind == "compiled":
-        return CompiledStep(wrapped, optimizer, compute, optim.clip, choice.reason, copies)
+        return CompiledStep(
+            wrapped, optimizer, compute, optim.clip, choice.reason, copies, shapes=shapes
+        )
     return EagerStep(wrapped, optimizer, compute, optim.clip, choice.reason, copies)
 
 
