@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
@@ -128,7 +128,7 @@ def _train_stage(
         watch_stage(context, progress, step_once)
     epoch_began = clock.training_seconds() - progress.epoch_seconds
     recorded_reason, histograms_from = "", 0
-    with StepLog(step_once, clock, world, context.folder) as log:
+    with closing(step_once), StepLog(step_once, clock, world, context.folder) as log:
         latest_loss = log.latest_loss if world.size == 1 else lambda: should_stop.loss
         while progress.step < end and not progress.stopped_early:
             _, stage_step = stage_at(context.stages, progress.step, progress.lengths)

@@ -249,6 +249,7 @@ def make_step(
         unused=_has_unused(current, recipe, prepared, task, compute),
         lr_scales=lr_scales(current.model, current.stage, current.index, current.entered),
         watches_inside=watches_inside,
+        one_shape=feed.one_shape,
     )
 
 
