@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from frostlab.devices import uses_nccl
+from frostlab.devices import use_device, uses_nccl
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.launcher import local_rank, local_world_size, world_size
 from frostlab.recipe.settings import Train
@@ -104,6 +104,7 @@ def process_group(device: torch.device, train: Train) -> Iterator[World]:
                 f"train.parallel fsdp needs a GPU for each of {local_world_size()} processes, but "
                 f"this machine has {gpus}; use ddp"
             )
+        use_device(device)
         # NCCL refuses two processes on one GPU
         dist.init_process_group("nccl" if uses_nccl(device) and enough else "gloo")
     try:

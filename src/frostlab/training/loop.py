@@ -75,13 +75,12 @@ def train(
     should_stop = StopRequest(context.asked_to_stop, context.compute)
     while True:
         step_once = _train_stage(context, progress, clock, state, should_stop)
-        with clock.phase("checkpoint", device=True):
-            context.writer.wait()
-            context.world.wait()  # so that every process finds the best checkpoint
         progress.seconds = clock.seconds
         if progress.stage == len(context.stages) - 1:
             break
         with clock.phase("checkpoint", device=True):
+            wait_for_checkpoints(context)
+            progress.seconds = clock.seconds
             state = next_stage(context, progress, step_once)
             del step_once
             gc.collect()  # frees the old model, which is part of reference cycles
@@ -346,6 +345,12 @@ def _save_checkpoint(
             context.folder.event("checkpoint", step, best=best)
             context.writer.start(write)
         context.world.wait()
+
+
+def wait_for_checkpoints(context: RunContext) -> None:
+    """Wait until the last checkpoint is written, so that every process can read it."""
+    context.writer.wait()
+    context.world.wait()
 
 
 def _weights_to_save(context: RunContext) -> dict[str, Tensor]:

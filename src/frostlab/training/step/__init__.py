@@ -196,11 +196,13 @@ def build_step(
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         gradient_sum = GradientSum(objective, trained, world) if sums else None
         return CapturedStep(
-            wrapped, optimizer, compute, optim.clip, choice.reason, copies, choice.compiles,
-            gradient_sum,
+            wrapped, optimizer, compute, optim.clip, choice.reason, copies, gradient_sum,
+            compiles=choice.compiles, shapes=shapes,
         )  # fmt: skip
     if choice.kind == "compiled":
-        return CompiledStep(wrapped, optimizer, compute, optim.clip, choice.reason, copies)
+        return CompiledStep(
+            wrapped, optimizer, compute, optim.clip, choice.reason, copies, shapes=shapes
+        )
     return EagerStep(wrapped, optimizer, compute, optim.clip, choice.reason, copies)
 
 

@@ -4,6 +4,7 @@ If compiling fails, all layers run eagerly, and the step's `reason` says why.
 """
 
 import operator
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,15 +39,18 @@ class CompiledStep(EagerStep):
         clip: float | None,
         reason: str = "",
         copies: Bf16Copies | None = None,
-        compiles: bool = True,
         gradient_sum: GradientSum | None = None,
+        compiles: bool = True,
+        shapes: int = 1,
     ) -> None:
+        """Compile the layers if `compiles`; `shapes` is the number of batch shapes to expect."""
         super().__init__(objective, optimizer, compute, clip, reason, copies, gradient_sum)
         self._all_parameters = list(self.objective.parameters())
         self._state_at_compile = self._guarded_state()
         self.compiles, self._tried_shapes = compiles, set[Any]()
+        self._several_shapes = shapes > 1
         if compiles:
-            compile_layers(self.objective)
+            compile_layers(self.objective, self._several_shapes)
 
     def warm_up(self, parts: list[Batch], scored: int) -> None:
         """Compile for the first shape, then warm up as an eager step does."""
@@ -104,7 +108,7 @@ class CompiledStep(EagerStep):
             self.gradient_sum.reset()
         if self.compiles:
             uncompile(self.objective)
-            compile_layers(self.objective)
+            compile_layers(self.objective, self._several_shapes)
         return True
 
 
@@ -116,16 +120,19 @@ def shape_key(parts: list[Batch]) -> Any:
     )
 
 
-def compile_layers(objective: nn.Module) -> None:
+def compile_layers(objective: nn.Module, several_shapes: bool = False) -> None:
     """Compile every layer separately: equal layers share the compiled code, which saves time.
 
-    A model whose layers are not known is compiled as a whole.
+    With `several_shapes`, the code is compiled once for batches of any shape; otherwise it is
+    compiled for the first shape, and again if another one occurs. A model whose layers are not
+    known is compiled as a whole.
     """
     for module in objective.modules():
         if isinstance(module, Objective):
             for block in blocks(module.model) or [module.model]:
                 on_cuda = any(captures_graphs(p.device) for p in block.parameters())
-                block.compile(backend=joining_backend if on_cuda else "inductor")
+                backend = joining_backend if on_cuda else "inductor"
+                block.compile(backend=backend, dynamic=True if several_shapes else None)
 
 
 def uncompile(objective: nn.Module) -> None:
@@ -138,6 +145,9 @@ def uncompile(objective: nn.Module) -> None:
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Run compiled modules eagerly: for evaluations, compiling takes more time than it saves."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing this takes a second
+        yield
+        return
     with torch.compiler.set_stance("force_eager"):
         yield
 
