@@ -197,12 +197,10 @@ def build_step(
         gradient_sum = GradientSum(objective, trained, world) if sums else None
         return CapturedStep(
             wrapped, optimizer, compute, optim.clip, choice.reason, copies, gradient_sum,
-            compiles=choice.compiles, shapes=shapes,
+            compiles=choice.compiles,
         )  # fmt: skip
     if choice.kind == "compiled":
-        return CompiledStep(
-            wrapped, optimizer, compute, optim.clip, choice.reason, copies, shapes=shapes
-        )
+        return CompiledStep(wrapped, optimizer, compute, optim.clip, choice.reason, copies)
     return EagerStep(wrapped, optimizer, compute, optim.clip, choice.reason, copies)
 
 
