@@ -41,16 +41,13 @@ class CompiledStep(EagerStep):
         copies: Bf16Copies | None = None,
         gradient_sum: GradientSum | None = None,
         compiles: bool = True,
-        shapes: int = 1,
     ) -> None:
-        """Compile the layers if `compiles`; `shapes` is the number of batch shapes to expect."""
         super().__init__(objective, optimizer, compute, clip, reason, copies, gradient_sum)
         self._all_parameters = list(self.objective.parameters())
         self._state_at_compile = self._guarded_state()
         self.compiles, self._tried_shapes = compiles, set[Any]()
-        self._several_shapes = shapes > 1
         if compiles:
-            compile_layers(self.objective, self._several_shapes)
+            compile_layers(self.objective)
 
     def warm_up(self, parts: list[Batch], scored: int) -> None:
         """Compile for the first shape, then warm up as an eager step does."""
@@ -108,7 +105,7 @@ class CompiledStep(EagerStep):
             self.gradient_sum.reset()
         if self.compiles:
             uncompile(self.objective)
-            compile_layers(self.objective, self._several_shapes)
+            compile_layers(self.objective)
         return True
 
 
@@ -120,19 +117,16 @@ def shape_key(parts: list[Batch]) -> Any:
     )
 
 
-def compile_layers(objective: nn.Module, several_shapes: bool = False) -> None:
+def compile_layers(objective: nn.Module) -> None:
     """Compile every layer separately: equal layers share the compiled code, which saves time.
 
-    With `several_shapes`, the code is compiled once for batches of any shape; otherwise it is
-    compiled for the first shape, and again if another one occurs. A model whose layers are not
-    known is compiled as a whole.
+    A model whose layers are not known is compiled as a whole.
     """
     for module in objective.modules():
         if isinstance(module, Objective):
             for block in blocks(module.model) or [module.model]:
                 on_cuda = any(captures_graphs(p.device) for p in block.parameters())
-                backend = joining_backend if on_cuda else "inductor"
-                block.compile(backend=backend, dynamic=True if several_shapes else None)
+                block.compile(backend=joining_backend if on_cuda else "inductor")
 
 
 def uncompile(objective: nn.Module) -> None:
