@@ -94,10 +94,13 @@ def different_gradients(world: World) -> None:
     model = nn.Linear(2, 2)
     parameters = list(model.parameters())
     gradient_sum = GradientSum(model, parameters, world)
-    gradients: list[list[torch.Tensor]] = [[torch.ones(2, 2).bfloat16()], [torch.ones(2)]]
+    rows = torch.arange(4.0).view(2, 2) + 10 * world.rank
+    pieces = [row.bfloat16() for row in rows.t()]  # not contiguous in the weight
+    gradients: list[list[torch.Tensor]] = [pieces, [torch.arange(2.0) + world.rank]]
     gradient_sum(gradients)
-    assert gradients[0][0].dtype == torch.bfloat16
-    assert all(float(piece.min()) == 2 for pieces in gradients for piece in pieces)
+    assert [piece.dtype for piece in pieces] == [torch.bfloat16] * 2
+    found = [piece.tolist() for pieces in gradients for piece in pieces]
+    assert found == [[10.0, 14.0], [12.0, 16.0], [1.0, 3.0]]
     with pytest.raises(fl.FrostlabError, match="gradients of other parameters than before"):
         gradient_sum([[], gradients[1]])
     gradient_sum.reset()

@@ -149,14 +149,16 @@ class GradientSum:
 
     A CUDA graph can record it between backward and clipping, which DDP's hooks make difficult. The
     buffer is float32, or float64 for float64 weights, so bf16 gradients are not summed in bf16.
+    Gradients of one dtype lie side by side in it: a few kernels copy them, not one for each tensor.
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], world: World) -> None:
         """Copy the weights and buffers of rank 0 to all processes, as DDP does."""
-        self._world, self._sizes = world, [p.numel() for p in parameters]
+        self._world = world
         exact = any(p.dtype == torch.float64 for p in parameters)
         dtype = torch.float64 if exact else torch.float32
-        self._flat = torch.zeros(sum(self._sizes), dtype=dtype, device=parameters[0].device)
+        size = sum(p.numel() for p in parameters)
+        self._flat = torch.zeros(size, dtype=dtype, device=parameters[0].device)
         self._present: list[bool] | None = None  # which parameters have a gradient
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.detach(), src=0)
@@ -164,21 +166,23 @@ class GradientSum:
     def __call__(self, gradients: Sequence[Sequence[Tensor]]) -> None:
         """Replace gradients, in pieces for each parameter, with their sums over all processes."""
         self._check_present([bool(pieces) for pieces in gradients])
-        all_pieces = [piece for pieces in gradients for piece in pieces]
-        slots = [
-            slot.view_as(piece)
-            for pieces, own in zip(gradients, self._flat.split(self._sizes), strict=True)
-            if pieces
-            for slot, piece in zip(own.split([p.numel() for p in pieces]), pieces, strict=True)
-        ]
-        torch._foreach_copy_(slots, all_pieces)
-        dist.all_reduce(self._flat)
-        torch._foreach_copy_(all_pieces, slots)
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for piece in (piece for pieces in gradients for piece in pieces):
+            by_dtype.setdefault(piece.dtype, []).append(piece)
+        sizes = [sum(piece.numel() for piece in pieces) for pieces in by_dtype.values()]
+        summed = self._flat[: sum(sizes)]
+        parts = summed.split(sizes)
+        for part, pieces in zip(parts, by_dtype.values(), strict=True):
+            part.copy_(torch.cat([piece.flatten() for piece in pieces]))
+        dist.all_reduce(summed)
+        for part, (dtype, pieces) in zip(parts, by_dtype.items(), strict=True):
+            values = part.to(dtype).split([piece.numel() for piece in pieces])
+            sums = [value.view_as(piece) for value, piece in zip(values, pieces, strict=True)]
+            torch._foreach_copy_(pieces, sums)
 
     def reset(self) -> None:
         """Allow other parameters to have gradients, as after a freeze or thaw in every process."""
         self._present = None
-        self._flat.zero_()
 
     def _check_present(self, present: list[bool]) -> None:
         """Refuse gradients of other parameters than in other processes, or than before."""
