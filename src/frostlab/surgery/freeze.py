@@ -118,7 +118,8 @@ def _rows_to_freeze(parts: Iterable[Part]) -> dict[str, Rows]:
 def _check_splittable(slot: Slot, slots: Iterable[Slot]) -> None:
     """Raise an error if a slot cannot be split.
 
-    It cannot if it is tied or parametrized, has adapters, or is in a module with unknown forward.
+    A slot cannot be split if it is tied or parametrized, has adapters, or is in a module whose
+    forward is unknown.
     """
     owner = slot.owner
     parameters = {id(piece.parameter) for piece in slot.pieces}

@@ -285,14 +285,14 @@ def _check_architecture(anatomy: Anatomy, delta: Delta) -> None:
     if signature == saved:
         raise BadInput(
             f"load_trainable: {delta.folder} was saved from a {_shown(delta.manifest.model)}, "
-            f"this is a {anatomy.model}"
+            f"but this is a {anatomy.model}"
         )
     name = next(k for k in {**saved, **signature} if signature.get(k) != saved.get(k))
     raise BadInput(
         f"load_trainable: {delta.folder} was saved from another "
         f"{_shown(delta.manifest.model)}: "
         f"{_shown(name)} is {_shown(saved.get(name, 'absent'))} there, "
-        f"{signature.get(name, 'absent')} in this "
+        f"but {signature.get(name, 'absent')} in this "
         f"{anatomy.model}"
     )
 
@@ -322,7 +322,7 @@ def _check_alike(delta: Delta, name: str, current: Tensor) -> None:
     if stored.shape != current.shape or stored.dtype != current.dtype:
         raise BadInput(
             f"load_trainable: {name} of {delta.folder} is {_kind(stored)}, "
-            f"{_kind(current)} in this model"
+            f"but {_kind(current)} in this model"
         )
 
 
