@@ -25,7 +25,7 @@ LINE = 16 << 20  # the most bytes of a line, of a row of a table, and of a text 
 LABEL = 1000  # the most characters of a label
 # A .gz or .npz may unpack to UNPACKED bytes or, if that is more, to RATIO times its own size.
 UNPACKED = 1 << 20
-RATIO = 100  # text shrinks 3 to 20 times, and a file of one repeated character 1,000 times
+RATIO = 100  # gzip makes text 3 to 20 times smaller, and one repeated character 1,000 times
 WORD = 512  # characters of a word that may be cut: BPE takes quadratic time in a word's length
 _SPACE = re.compile(r"\s")
 _WORD_END = re.compile(r"(?<=\S)\s")  # the first white space after a word

@@ -32,7 +32,7 @@ from frostlab.errors import BadInput
 from frostlab.recipe.data import ChallengeEEG, EEGData, MatlabEEG, MneEEG, RecordedEEG, SimulatedEEG
 from frostlab.storage import build_once, cache_folder, digest_of, file_digest
 
-_CUT = ("length", "hop", "windows")  # settings that cut windows and leave the recordings alone
+_CUT = ("length", "hop", "windows")  # settings of windows; they do not change recordings
 FORMAT = 3  # version of stored recordings; raise it when simulation or preprocessing changes
 
 
