@@ -1,8 +1,8 @@
 """Freezing and thawing of parts of a model.
 
-A part is a parameter, or those of its rows that have one role, such as query. A fixed part, such as
-a table of sinusoids, is one that the architecture never trains. Each call sets the state of every
-part, so the result does not depend on earlier calls. A fused projection (several roles in one
+A part is a parameter, or the rows of a parameter that have one role, such as query. A fixed part,
+such as a table of sinusoids, is one that the architecture never trains. Each call sets the state of
+every part, so the result does not depend on earlier calls. A fused projection (several roles in one
 parameter) with both frozen and trainable rows is split into separate parameters. A frozen BatchNorm
 keeps its running statistics. A slot is a parameter of the unmodified model, with the parameters
 that hold its rows now (`frostlab.roles.parts.Slot`).

@@ -1,7 +1,7 @@
 """New values for weights: orthonormal rows, per head or per matrix, or random draws.
 
 The orthonormal rows come from the current weights, from a Gaussian draw, or from the identity. A
-part is a parameter, or those of its rows that have one role, such as query.
+part is a parameter, or the rows of a parameter that have one role, such as query.
 
 A Cholesky pass multiplies a matrix X by the inverse Cholesky factor of X·Xᵀ, which makes its rows
 orthonormal up to rounding. `orthonormal` uses one pass for well-conditioned matrices, two passes

@@ -1,7 +1,7 @@
 """Saving and loading of trainable tensors, and export of whole Hugging Face checkpoints.
 
 A delta is a folder with the trainable tensors, the buffers and a manifest, delta.json. Tensors are
-stored by part: a parameter, or those of its rows that have one role, such as query. Frozen
+stored by part: a parameter, or the rows of a parameter that have one role, such as query. Frozen
 weights and the running statistics of frozen BatchNorms are normally not stored: loading keeps the
 model's own values if their fingerprints (a few numbers that identify a tensor) match the manifest.
 Otherwise it regenerates weights from their recorded origin (the call of `orthogonalize` or
