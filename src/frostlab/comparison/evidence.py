@@ -96,7 +96,7 @@ class ArmVerdict:
     improvement: float | None  # how often a run of the arm beats one of the other arm
     population: Effect | None  # effect for other test examples; only for accuracy
     skewed: float | None  # notable skewness of the differences, or its mean over pooled arms
-    missing: dict[str, int]  # by arm: runs without a finite value, of the paired seeds
+    missing: dict[str, int]  # by arm: number of runs of the paired seeds without a finite value
     together: tuple[str, ...]  # factors that differ together, if several (`Plan.together`)
     notes: tuple[str, ...]  # remarks, such as why a run has no value
 
@@ -299,7 +299,7 @@ class Quantity:
     """One quantity of gradient flow or of EEG segments, summarized over an arm's seeds."""
 
     summary: Summary | None  # None if no run has the quantity
-    against: Effect | None  # ratio (flow) or difference (EEG) to the baseline; None for it
+    against: Effect | None  # ratio (flow) or difference (EEG) to the baseline
 
 
 @dataclass(frozen=True)

@@ -547,7 +547,7 @@ def _time_steps(
 def _shortened(
     plan: Plan, folder: ComparisonFolder, timing: StepTiming | None, runner: Runner | Finished
 ) -> Plan:
-    """Return the plan with so few steps per run that all runs train for about one minute in total.
+    """Return the plan with fewer steps per run: all runs together train for about one minute.
 
     A run has at least `_QUICK_LEAST` steps, but never more than planned. The number of steps is
     stored, so that later calls reuse it.
