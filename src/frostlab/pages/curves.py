@@ -19,7 +19,7 @@ from frostlab.typed import parse
 
 POINTS = 200  # of a curve, at most
 _ALL_POINTS = 2000  # of all curves of a figure, about
-_FEWEST = 50  # points that a curve has in any figure, if it has so many
+_FEWEST = 50  # points that a curve keeps in any figure, unless it has fewer
 # an event of any other kind than those that a curve needs
 _SKIPPED = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(?!(?:step|evaluation|resume)")\w+"')
 _EVENTS = "events.jsonl"
@@ -115,8 +115,8 @@ def _read(
 ) -> tuple[Curve, list[tuple[int, int]]]:
     """Return the curve without events that a resumed run repeated.
 
-    Also return the line and the step at which the run was resumed, each time; `resumed` are those
-    that are already known.
+    Also return the line and the step of every resume; `resumed` has the resumes that are already
+    known.
     """
     evaluations: dict[int, Evaluation] = {}
     losses, times = _Average(span), _Average(span)
