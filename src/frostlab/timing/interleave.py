@@ -107,7 +107,7 @@ def _t_quantile(degrees: int, alpha: float) -> float:
 class StopRule:
     """A rule that ends timing a few builds after all intervals are narrow, or when time is up.
 
-    Up to twice the time is allowed for `FEWEST_BUILDS` builds, and there are always at least two.
+    Up to twice the time is allowed for `FEWEST_BUILDS` builds; at least two builds are timed.
 
     Args:
         seconds: the time limit.
