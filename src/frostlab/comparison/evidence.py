@@ -71,12 +71,12 @@ def interval_text(low: float | None, high: float | None, log: bool) -> str:
 class Limit:
     """The margin (how much worse an arm may be), and whether the interval stays within it."""
 
-    # yes: the arm is not worse by more; no: it is worse by more; not shown: neither is shown
+    # yes: the arm is within the margin; no: it is worse by more; not shown: neither is shown
     answer: Literal["yes", "no", "not shown"]
     limit: float  # the margin as in `Rules.margin`, such as a factor of the error rate
     cost: float | None  # the margin as a difference or ratio, like the effect
     largest: float | None  # how much worse the arm may be, by the interval; None: unbounded
-    probability_above: float | None  # posterior probability of being worse by more
+    probability_above: float | None  # posterior probability of a cost above the margin
 
 
 @dataclass(frozen=True)

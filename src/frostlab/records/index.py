@@ -213,7 +213,7 @@ def _summary(folder: Path) -> Summary:
 
 
 def _annotations(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the tags and the notes; a file that cannot be read is a note itself."""
+    """Return the tags and the notes; if the file cannot be read, the reason is the only note."""
     try:
         annotations = read_annotations(folder)
     except BadInput as error:
