@@ -155,11 +155,12 @@ def compare(
     stand_in: StandIn = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train variants of a recipe (arms) that differ in a treatment, and report what it changed.
+    """Train variants (arms) of a recipe with different treatments, and report what these change.
 
     A treatment sets or freezes some of the weights. Every arm is trained with the same
-    seeds, and runs with the same seed are compared in pairs. A verdict is confounded if
-    the arms differ in more than the treatment.
+    seeds, and runs with the same seed are compared in pairs. The verdict on an arm says
+    whether it is better or worse than the baseline arm. A verdict is confounded if the
+    two arms differ in more than the treatment.
 
     A group is several comparisons, which are carried out one after another. To continue
     an interrupted comparison or group, run the same command again.
@@ -317,7 +318,7 @@ def judge(
 ) -> None:
     """Compute the verdicts of a finished comparison, or of a group, again from its runs.
 
-    Nothing is trained. Of a group, the finished comparisons are judged. The files
+    Nothing is trained. In a group, all finished comparisons are judged. The files
     evidence.json, comparison.json, timing.json and comparison.md and the report
     (report.html and the files of its figures and tables) are replaced; for a group,
     also summary.json and summary.md.

@@ -77,8 +77,8 @@ def diagnose(
 ) -> None:
     """Report which parts of a model do not learn, and why.
 
-    A part is all tensors of one role, such as query, in one layer. For a run, diagnose
-    reads the run's records and trains nothing.
+    A part is all tensors of one role, such as query, in one layer or outside the layers.
+    For a run, diagnose reads the run's records and trains nothing.
 
     A recipe is trained first, for --epochs or --steps. If the recipe has stages (phases
     that train different weights), they share these epochs or steps. The result is also
@@ -237,7 +237,7 @@ def _show(
     if targets:
         echo(f"\n{targets_table(targets)}")
     if hints is not None and hints.lines:
-        echo("\nrules of thumb of the published EEG study; they do not decide the outcome:")
+        echo("\nrules of thumb of the EEG study (the source), which do not decide the outcome:")
         for line in hints.lines:
             echo("\n".join(wrapped(plain(f"  {line}"), width)))
 

@@ -1,6 +1,6 @@
 """`frostlab inspect`: show the parts of a model, given directly or by a recipe.
 
-A part is a parameter, or those rows of a fused parameter that have one role, such as query. A
+A part is a parameter, or the rows of a fused parameter that have one role, such as query. A
 model's anatomy is the list of its parts.
 """
 

@@ -53,7 +53,7 @@ def check(
 def fetch(names: Names, settings: Settings = None, data_dir: DataDir = None) -> None:
     """Download the missing data sets, tokenizers and weights into the Hugging Face cache.
 
-    Later runs read them from there. With HF_HUB_OFFLINE=1, such runs need no network.
+    Later runs read them from there; with HF_HUB_OFFLINE=1, these runs use no network.
     """
     from frostlab.data.fetch import fetch as fetch_need
 

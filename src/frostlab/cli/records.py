@@ -329,8 +329,8 @@ def tag(
 ) -> None:
     """Tag a run or a comparison.
 
-    `frostlab runs --where tag=TAG` lists the runs with a tag. `frostlab clean` keeps
-    tagged runs; with --keep, it keeps only the runs with one of the given tags.
+    `frostlab runs --where tag=TAG` lists the runs with a tag. `frostlab clean` keeps all
+    tagged runs or, with --keep, the runs with one of the given tags.
     """
     from frostlab.records.annotations import add_tag, remove_tag
 

@@ -202,11 +202,11 @@ def exits(
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Measure the loss and the cost of a finished language model at every layer.
+    """Measure the loss and the cost (FLOPs) of a finished language model at every layer.
 
-    For each layer, the model is evaluated as if it ended there. The weights are the best
-    of the run, and the data are its report split, which its own result comes from. The
-    losses and costs are also written to exits.json in the run's folder.
+    For each layer, the model is evaluated as if it ended there, with the run's best
+    weights, on the report split (the split that the run's result comes from). The losses
+    and costs are also written to exits.json in the run's folder.
     """
     from frostlab.records.index import find_run
 

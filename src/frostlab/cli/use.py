@@ -44,8 +44,8 @@ def evaluate(
             "--split",
             metavar="SPLIT",
             help="Split to evaluate: report (the run's result comes from it), tune (it selected "
-            "the weights), train or, for EEG, unseen (subjects that were not trained on) "
-            "(default: report).",
+            "the weights), train or, for EEG, unseen: subjects that were not trained on (default: "
+            "report).",
         ),
     ] = None,
     settings: Annotated[
@@ -271,10 +271,10 @@ def generate(
 ) -> None:
     """Continue prompts with the language models of one or several runs.
 
-    The first sample uses the same random numbers for every run and prompt, and so does
-    the second, and so on. Each sample is printed with the reason why it ended: the model
-    wrote its end token (end), the sample has --tokens tokens (length), or the model has
-    no more positions (positions).
+    Sample 1 uses the same random numbers for every run and prompt; so does sample 2, and
+    so on. Each sample is printed with the reason why it ended: the model wrote its end
+    token (end), the sample has --tokens tokens (length), or the model has no more
+    positions (positions).
     """
     count = samples if samples is not None else 5 if temperature else 1
     loaded = list(dict.fromkeys(_load(runs, name) for name in names))
