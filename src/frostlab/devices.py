@@ -23,7 +23,7 @@ def choose_device(wanted: str) -> torch.device:
             torch.cuda.set_device(device)
             return device
         if wanted == "cuda":
-            raise BadInput("train.device cuda: no CUDA device is available; `cpu` is")
+            raise BadInput("train.device cuda: no CUDA device is available; use cpu")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(wanted)
@@ -34,14 +34,14 @@ def choose_device(wanted: str) -> torch.device:
         ) from None
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise BadInput(f"train.device {wanted}: no CUDA device is available; `cpu` is")
+            raise BadInput(f"train.device {wanted}: no CUDA device is available; use cpu")
         if (device.index or 0) >= torch.cuda.device_count():
             last = torch.cuda.device_count() - 1
             raise BadInput(f"train.device {wanted} does not exist; the last one is cuda:{last}")
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     elif device.type == "mps" and not torch.backends.mps.is_available():
-        raise BadInput("train.device mps is not available; `cpu` is")
+        raise BadInput("train.device mps is not available; use cpu")
     elif device.type not in ("cpu", "mps"):
         raise BadInput(f"train.device {wanted} is not supported; choose from auto, cpu, cuda, mps")
     return device

@@ -275,7 +275,7 @@ class BackgroundWriter:
         self._error: BaseException | None = None
 
     def start(self, write: Callable[[], object]) -> None:
-        """Call a function in a thread, after waiting for the one before."""
+        """Call a function in a thread, after the function before it has ended."""
         self.wait()
         self._thread = threading.Thread(target=self._call, args=(write,))
         self._thread.start()
