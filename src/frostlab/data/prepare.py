@@ -99,7 +99,7 @@ class _TextFacts:
 
     vocabulary: int
     pad: int
-    # By role, without source and files, because a copy of the text elsewhere shares this entry.
+    # By role, without source and files, because a copy of the text in another folder shares it.
     splits: dict[str, SplitRecord]
 
 
