@@ -284,7 +284,7 @@ class PartlyFrozen:
 
 
 def frozen_tensors(model: nn.Module) -> dict[str, PartlyFrozen | None]:
-    """Return the frozen parameters by their names in the state dict; None: all rows are frozen."""
+    """Return the frozen rows of each parameter in the state dict; the value None means all rows."""
     frozen: dict[str, PartlyFrozen | None] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
