@@ -297,7 +297,7 @@ def majority(data: Synthetic, count: int, random: np.random.Generator) -> tuple[
 
 
 def recall(data: Synthetic, count: int, random: np.random.Generator) -> tuple[Ids, Ids]:
-    """Draw sequences of key, value, key, value, …, and one of the keys; its value is the class."""
+    """Draw sequences of keys and values that end with a key; the value of that key is the class."""
     pairs = min(data.symbols, (data.length - 1) // 2)
     keys = random.permuted(np.tile(np.arange(data.symbols), (count, 1)), axis=1)[:, :pairs]
     values = random.integers(data.symbols, size=(count, pairs))

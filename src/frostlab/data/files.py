@@ -80,7 +80,7 @@ def named_path(name: str, key: str) -> Path:
 def read_lines(path: Path, columns: Iterable[str] = ()) -> Iterator[Line]:
     """Yield the rows of a table, each with the number of its last line (parquet: its row number).
 
-    Of a parquet file, only `columns` are read, if any are given.
+    If `columns` are given, only these are read from a parquet file.
     """
     try:
         with _opened(path) as file:
@@ -255,8 +255,8 @@ def _table(path: Path, file: IO[bytes], *, tabs: bool) -> Iterator[Line]:
                 yield reader.line_num, dict(zip(header, cells, strict=True))
             else:
                 raise BadInput(
-                    f"{path}:{reader.line_num}: the row has {len(cells)} columns, the header "
-                    f"{len(header)}"
+                    f"{path}:{reader.line_num}: the row has {len(cells)} columns, but the "
+                    f"header has {len(header)}"
                 )
     except csv.Error as error:
         problem, hint = str(error), "; quote cells as pandas does, or use jsonl" if tabs else ""
