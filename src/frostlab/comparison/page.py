@@ -211,7 +211,7 @@ def _planned_questions(evidence: Evidence) -> str:
 
 
 def _default_questions(evidence: Evidence) -> str:
-    """Answer the five questions of the OELM study about the OELM arm, else the first other arm.
+    """Answer the OELM study's five questions about the OELM arm or, without one, the first arm.
 
     OELM freezes orthogonal query and key weights. The text is empty if the plan has questions.
     """
