@@ -197,8 +197,8 @@ def preserve_buffers(model: nn.Module) -> Iterator[None]:
 def sync_batch_norms(model: nn.Module, world_size: int, device: torch.device) -> None:
     """With several processes, convert trainable BatchNorms to SyncBatchNorm.
 
-    Frozen ones stay as they are, because they use running statistics. Call this before the model is
-    wrapped, and again after each freeze or thaw.
+    Frozen BatchNorms stay as they are, because they use running statistics. Call this before the
+    model is wrapped, and again after each freeze or thaw.
     """
     if world_size == 1:
         return

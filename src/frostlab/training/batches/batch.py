@@ -87,7 +87,7 @@ def row_lengths(tokens: Tokens, rows: Rows | slice = slice(None)) -> NDArray[np.
 
 
 def padding_limit(tokens: Tokens, device: torch.device) -> int | None:
-    """Return the `limit` of `collate`: the longest example's length on CUDA, None elsewhere."""
+    """Return the `limit` of `collate`: the longest example's length on CUDA, else None."""
     return int(tokens.lengths.max()) if prepares_kernels(device) else None
 
 
