@@ -204,8 +204,8 @@ def mean_points(
 ) -> list[dict[str, Any]]:
     """Return the mean over runs by step, with the band mean ± standard deviation.
 
-    On a logarithmic scale these are the geometric mean and standard deviation. `places` are the
-    runs' positions on the x axis by step, whose means are used; by default x is the step. A point
+    On a logarithmic scale these are the geometric mean and standard deviation. `places` has each
+    run's positions on the x axis by step, and x is their mean; by default x is the step. A point
     of one run has no band. If there are more than `most` steps, the points are `thinned`.
     """
     points = []
