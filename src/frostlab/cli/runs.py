@@ -171,6 +171,9 @@ def run(
 
     loaded = load_recipe(recipe, settings_from(settings, device, scale), seed)
     check_data_dir(data_dir)
+    from frostlab.devices import find_device, start_device
+
+    start_device(find_device(loaded.train.device))  # while the modules of training are imported
     from frostlab.records.show import show
     from frostlab.timing.clock import process_began
     from frostlab.training.run import run as run_recipe

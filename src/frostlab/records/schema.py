@@ -91,7 +91,7 @@ class WallClock:
     steps: float  # s of all other steps
     validation: float  # s of evaluations that select the best weights
     checkpoints: float  # s of copying tensors, waiting for writes, and stage changes
-    report: float  # s of loading and evaluating the best weights
+    report: float  # s of evaluating the best weights, and of waiting for the last checkpoint
     other: float  # s of the rest
 
 

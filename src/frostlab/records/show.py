@@ -45,7 +45,8 @@ class _Run:
 
     summary: Summary
     result: Result | None
-    events: list[Event]  # without events that a resumed run repeated
+    # evaluations, notes and resumes, without events that a resumed run repeated
+    events: list[Event]
     damaged_events: list[str]  # the reason for each unreadable line
     recipe: dict[str, Any] | None
     recipe_file_digest: str | None  # digest of the recipe in recipe.yaml as it is now
@@ -476,7 +477,10 @@ def _examples(folder: Path, data: DataRecord | None) -> dict[str, int]:
 
 
 def _events(folder: Path) -> tuple[list[Event], list[str]]:
-    """Return the events, and the reason for each complete line that cannot be read."""
+    """Return the events that are shown, and the reason for each line that cannot be read.
+
+    Events of other kinds, such as steps, are checked but not kept. There can be millions.
+    """
     events: list[Event] = []
     damaged: list[str] = []
     try:
@@ -490,7 +494,7 @@ def _events(folder: Path) -> tuple[list[Event], list[str]]:
             else:
                 if event is None:
                     damaged.append(f"line {place} is not a JSON object")
-                else:
+                elif isinstance(event, EvaluationEvent | NoteEvent | ResumeEvent):
                     events.append(event)
     except FileNotFoundError:
         pass

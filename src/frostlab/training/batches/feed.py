@@ -73,6 +73,17 @@ class Feed:
             return len(self.shapes.widths)
         return max(1, len(getattr(self.examples, "widths", ())))
 
+    @property
+    def one_shape(self) -> bool:
+        """Return whether the micro-batches of all steps and processes have the same shape.
+
+        The batch is a multiple of processes × micro-batches, so a full one is divided evenly.
+        """
+        fixed = not isinstance(self.examples, TokenExamples) or self.examples.width is not None
+        return (
+            not self.packs and fixed and {len(rows) for rows in self.order(0)} == {self.train.batch}
+        )
+
     def order(self, epoch: int) -> Order:
         """Return the examples of every step of an epoch."""
         train = self.train

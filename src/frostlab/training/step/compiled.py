@@ -4,6 +4,7 @@ If compiling fails, all layers run eagerly, and the step's `reason` says why.
 """
 
 import operator
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from frostlab.devices import captures_graphs
 from frostlab.errors import first_line
 from frostlab.surgery.stale import changes
 from frostlab.training.batches.batch import Batch
-from frostlab.training.distributed import Compute, blocks
+from frostlab.training.distributed import Compute, GradientSum, blocks
 from frostlab.training.step.eager import EagerStep
 from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import Bf16Copies
@@ -38,14 +39,18 @@ class CompiledStep(EagerStep):
         clip: float | None,
         reason: str = "",
         copies: Bf16Copies | None = None,
+        gradient_sum: GradientSum | None = None,
         compiles: bool = True,
+        shapes: int = 1,
     ) -> None:
-        super().__init__(objective, optimizer, compute, clip, reason, copies)
+        """Compile the layers if `compiles`; `shapes` is the number of batch shapes to expect."""
+        super().__init__(objective, optimizer, compute, clip, reason, copies, gradient_sum)
         self._all_parameters = list(self.objective.parameters())
         self._state_at_compile = self._guarded_state()
         self.compiles, self._tried_shapes = compiles, set[Any]()
+        self._several_shapes = shapes > 1
         if compiles:
-            compile_layers(self.objective)
+            compile_layers(self.objective, self._several_shapes)
 
     def warm_up(self, parts: list[Batch], scored: int) -> None:
         """Compile for the first shape, then warm up as an eager step does."""
@@ -62,12 +67,15 @@ class CompiledStep(EagerStep):
         return len(self._tried_shapes)
 
     def _try_compiling(self, parts: list[Batch], scored: int | Tensor) -> None:
-        """Compile for a new shape in a dry run, and fall back to eager layers if that fails."""
+        """Compile for a new shape in a dry run, and fall back to eager layers if that fails.
+
+        With several processes the dry run is local: each meets new shapes at its own steps.
+        """
         shape = shape_key(parts)
         if not self.compiles or shape in self._tried_shapes:
             return
         try:
-            self.dry_run(parts, scored)
+            self.dry_run(parts, scored, local=True)
         except Exception as error:  # compilers raise errors of many types
             uncompile(self.objective)
             self.compiles = False
@@ -82,9 +90,10 @@ class CompiledStep(EagerStep):
     def _guarded_state(self) -> tuple[Any, ...]:
         """Return the state that compiled or captured code depends on, e.g. which weights learn."""
         # the supervision (which layers have a loss) determines which weights get a gradient
-        supervision = getattr(self.objective, "supervision", None)
+        objective = self.local_objective
+        supervision = getattr(objective, "supervision", None)
         trainable = (p.requires_grad for p in self._all_parameters)
-        return (changes(self.objective), self.objective.training, supervision, *trainable)
+        return (changes(objective), objective.training, supervision, *trainable)
 
     def _recompile_if_changed(self) -> bool:
         """Compile again and return True if the guarded state changed, as when a weight is thawed.
@@ -95,9 +104,11 @@ class CompiledStep(EagerStep):
             return False
         self._all_parameters = list(self.objective.parameters())
         self._state_at_compile, self._tried_shapes = self._guarded_state(), set()
+        if self.gradient_sum is not None:
+            self.gradient_sum.reset()
         if self.compiles:
             uncompile(self.objective)
-            compile_layers(self.objective)
+            compile_layers(self.objective, self._several_shapes)
         return True
 
 
@@ -109,16 +120,19 @@ def shape_key(parts: list[Batch]) -> Any:
     )
 
 
-def compile_layers(objective: nn.Module) -> None:
+def compile_layers(objective: nn.Module, several_shapes: bool = False) -> None:
     """Compile every layer separately: equal layers share the compiled code, which saves time.
 
-    A model whose layers are not known is compiled as a whole.
+    With `several_shapes`, the code is compiled once for batches of any shape; otherwise it is
+    compiled for the first shape, and again if another one occurs. A model whose layers are not
+    known is compiled as a whole.
     """
     for module in objective.modules():
         if isinstance(module, Objective):
             for block in blocks(module.model) or [module.model]:
                 on_cuda = any(captures_graphs(p.device) for p in block.parameters())
-                block.compile(backend=joining_backend if on_cuda else "inductor")
+                backend = joining_backend if on_cuda else "inductor"
+                block.compile(backend=backend, dynamic=True if several_shapes else None)
 
 
 def uncompile(objective: nn.Module) -> None:
@@ -131,6 +145,9 @@ def uncompile(objective: nn.Module) -> None:
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Run compiled modules eagerly: for evaluations, compiling takes more time than it saves."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing this takes a second
+        yield
+        return
     with torch.compiler.set_stance("force_eager"):
         yield
 

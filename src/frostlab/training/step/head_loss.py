@@ -7,7 +7,7 @@ backward pass only scales the gradients.
 import functools
 import importlib.util
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from torch._compile import _disable_dynamo
 
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.training.batches.batch import IGNORED
+from frostlab.training.step.embeddings import has_plain_gradient
 
 # Bytes that a chunk's logits may take. Small chunks are slow, because each chunk reads and writes
 # the whole gradient of the head.
@@ -28,7 +29,22 @@ KEPT = "kept"  # attribute of a head, while a step keeps a bf16 copy of its weig
 _ALIGNED = 64  # on a GPU, logits are padded to a multiple of this, to keep products fast
 
 
-@_disable_dynamo  # as in torch.optim: torch.compile of a caller skips this function
+def _skipped_by_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make torch.compile of a caller skip a function, as it skips the methods of optimizers.
+
+    Torch's own decorator imports the compiler even if nothing is compiled, which takes a second.
+    """
+    skipped = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        chosen = skipped if torch.compiler.is_compiling() else function
+        return chosen(*arguments, **options)
+
+    return call
+
+
+@_skipped_by_compiler
 def head_loss(
     hidden: Tensor | Sequence[Tensor],
     weight: Tensor,
@@ -165,7 +181,7 @@ class TiedGradient:
         """Let the embedding of a model that has this weight, if any, take part in this context."""
         found = (m for m in model.modules() if type(m) is nn.Embedding and m.weight is weight)
         embedding = next(found, None)
-        if embedding is None or not _is_plain(embedding) or not torch.is_grad_enabled():
+        if embedding is None or not has_plain_gradient(embedding) or not torch.is_grad_enabled():
             yield
             return
         lookup = functools.partial(_TiedEmbedding.apply, self, weight)
@@ -174,12 +190,6 @@ class TiedGradient:
             yield
         finally:
             del embedding.forward
-
-
-def _is_plain(embedding: nn.Embedding) -> bool:
-    """Return whether the gradient of an embedding is the sum of its rows' gradients."""
-    unusual = embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse
-    return embedding.padding_idx is None and not unusual
 
 
 class _TiedEmbedding(torch.autograd.Function):
