@@ -181,7 +181,7 @@ class GradientSum:
         self._flat.zero_()
 
     def _check_present(self, present: list[bool]) -> None:
-        """Refuse gradients of other parameters than in other processes, or than before."""
+        """Refuse to go on if processes, or successive steps, have gradients of other parameters."""
         if self._present is None:
             if not self._world.same(present):
                 raise FrostlabError(

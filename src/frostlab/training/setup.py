@@ -354,7 +354,7 @@ class FirstStage:
 
     stages: tuple[Stage, ...]
     built: BuiltModel
-    digests: dict[str, Any]  # contents of digests.json, but for the frozen weights
+    digests: dict[str, Any]  # contents of digests.json, without frozen weights
     config: str | None  # a Hugging Face model's config.json; None for frostlab's own models
 
 
