@@ -305,7 +305,7 @@ def summarise(samples: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def draw(records: Path) -> None:
-    """Draw the last record of every size, in both directions on logarithmic axes."""
+    """Draw the last record of every size, with logarithmic axes."""
     lines = [json.loads(line) for line in records.read_text().splitlines() if line.strip()]
     for name, rows in (("steps", step_rows(lines)), ("commands", command_rows(lines))):
         if rows:
@@ -318,17 +318,20 @@ def step_rows(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     last = {(r["axis"], r["size"]): r for r in lines if r["benchmark"] == "scaling_step"}
     return [
         {"panel": panel, "x": r["size"], "y": r[key], "series": axis}
-        for panel, key in (("ms of a step", "ms"), ("MB of memory", "peak_mb"))
+        for panel, key in ((("size", "ms of a step"), "ms"), (("size", "peak MB"), "peak_mb"))
         for (axis, _), r in last.items()
         if r[key] is not None
     ]
 
 
 def command_rows(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    panels = {"scaling_runs": "s of `runs`, by runs", "scaling_events": "s of `show`, by events"}
+    panels = {
+        "scaling_runs": ("runs in the store", "CPU seconds of `frostlab runs`"),
+        "scaling_events": ("events of the run", "CPU seconds of `frostlab show`"),
+    }
     last = {(r["benchmark"], r["state"], r["size"]): r for r in lines if r["benchmark"] in panels}
     return [
-        {"panel": panels[name], "x": size, "y": r["seconds"], "series": state}
+        {"panel": panels[name], "x": size, "y": r["cpu_s"], "series": state}
         for (name, state, size), r in last.items()
     ]
 
@@ -344,14 +347,17 @@ def figure(rows: list[dict[str, Any]]) -> str:
 
     panels = []
     for panel in dict.fromkeys(row["panel"] for row in rows):
-        own = [row for row in rows if row["panel"] == panel]
-        colour = {"field": "series", "type": "nominal", "title": None, "sort": None}
+        own = [{key: row[key] for key in "xy"} | {"series": row["series"]}
+               for row in rows if row["panel"] == panel]  # fmt: skip
+        legend = {"orient": "bottom", "columns": 1, "labelLimit": 300}
+        colour = {"field": "series", "type": "nominal", "title": None, "sort": None,
+                  "legend": legend}  # fmt: skip
         panels.append({
             "data": {"values": own},
             "mark": {"type": "line", "point": True},
             "width": 300,
             "height": 220,
-            "encoding": {"x": axis("x", "size"), "y": axis("y", panel), "color": colour},
+            "encoding": {"x": axis("x", panel[0]), "y": axis("y", panel[1]), "color": colour},
         })  # fmt: skip
     spec = {
         "$schema": altair.SCHEMA_URL,

@@ -28,9 +28,9 @@ _COMPILE_SECONDS = {"GPT": 4.0, "Decoder": 4.0, "Conformer": 15.0}  # by the mod
 _OTHER_COMPILE_SECONDS = 8.0  # BERT's
 _USUAL_SAVED = 2e-3  # seconds per step, where the size of a step is not known
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
-# Compiling is repeated for every shape of batches, in about half the time of the first: with the 7
-# widths of imdb-gpt, setting up and preparing new shapes took 21 s (docs/measurements.md, "A whole
-# run on an H200").
+# Further shapes of batches are compiled in about half the time of the first: with the 7 widths of
+# imdb-gpt and an empty cache, setting up and preparing new shapes took 21 s longer (docs/
+# measurements.md, "A whole run on an H200").
 _FURTHER_SHAPE = 0.5
 _SHARED_BY = 2  # assumed number of runs that share compiled code, such as two arms or two seeds
 
@@ -197,12 +197,10 @@ def build_step(
         gradient_sum = GradientSum(objective, trained, world) if sums else None
         return CapturedStep(
             wrapped, optimizer, compute, optim.clip, choice.reason, copies, gradient_sum,
-            compiles=choice.compiles, shapes=shapes,
+            compiles=choice.compiles,
         )  # fmt: skip
     if choice.kind == "compiled":
-        return CompiledStep(
-            wrapped, optimizer, compute, optim.clip, choice.reason, copies, shapes=shapes
-        )
+        return CompiledStep(wrapped, optimizer, compute, optim.clip, choice.reason, copies)
     return EagerStep(wrapped, optimizer, compute, optim.clip, choice.reason, copies)
 
 

@@ -12,6 +12,7 @@ that all processes record and replay it at the same steps, so their batches must
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -199,8 +200,10 @@ class _Recorder:
 
     def free(self) -> None:
         """Free all graphs, even those that a traceback refers to."""
-        for graph in list(self.alive):
-            graph.reset()
+        with suppress(RuntimeError):  # of a device that has failed; its own error is reported
+            torch.cuda.synchronize(self.device)  # a graph may still be running
+            for graph in list(self.alive):
+                graph.reset()
         self.alive.clear()
 
 

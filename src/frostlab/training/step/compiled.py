@@ -25,6 +25,8 @@ from frostlab.training.step.eager import EagerStep
 from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import Bf16Copies
 
+_RECOMPILE_LIMIT = 64  # torch's own, 8, would leave some modules of a Conformer uncompiled
+
 
 class CompiledStep(EagerStep):
     """A step whose layers are compiled, forward and backward; the optimizer runs eagerly."""
@@ -41,16 +43,13 @@ class CompiledStep(EagerStep):
         copies: Bf16Copies | None = None,
         gradient_sum: GradientSum | None = None,
         compiles: bool = True,
-        shapes: int = 1,
     ) -> None:
-        """Compile the layers if `compiles`; `shapes` is the number of batch shapes to expect."""
         super().__init__(objective, optimizer, compute, clip, reason, copies, gradient_sum)
         self._all_parameters = list(self.objective.parameters())
         self._state_at_compile = self._guarded_state()
         self.compiles, self._tried_shapes = compiles, set[Any]()
-        self._several_shapes = shapes > 1
         if compiles:
-            compile_layers(self.objective, self._several_shapes)
+            compile_layers(self.objective)
 
     def warm_up(self, parts: list[Batch], scored: int) -> None:
         """Compile for the first shape, then warm up as an eager step does."""
@@ -75,7 +74,8 @@ class CompiledStep(EagerStep):
         if not self.compiles or shape in self._tried_shapes:
             return
         try:
-            self.dry_run(parts, scored, local=True)
+            with _raised_recompile_limit():
+                self.dry_run(parts, scored, local=True)
         except Exception as error:  # compilers raise errors of many types
             uncompile(self.objective)
             self.compiles = False
@@ -108,7 +108,7 @@ class CompiledStep(EagerStep):
             self.gradient_sum.reset()
         if self.compiles:
             uncompile(self.objective)
-            compile_layers(self.objective, self._several_shapes)
+            compile_layers(self.objective)
         return True
 
 
@@ -120,19 +120,30 @@ def shape_key(parts: list[Batch]) -> Any:
     )
 
 
-def compile_layers(objective: nn.Module, several_shapes: bool = False) -> None:
+def compile_layers(objective: nn.Module) -> None:
     """Compile every layer separately: equal layers share the compiled code, which saves time.
 
-    With `several_shapes`, the code is compiled once for batches of any shape; otherwise it is
-    compiled for the first shape, and again if another one occurs. A model whose layers are not
-    known is compiled as a whole.
+    The modules that a model names in `compiled_parts`, such as those before its layers, are
+    compiled separately, too. A model whose layers are not known is compiled as a whole.
     """
     for module in objective.modules():
         if isinstance(module, Objective):
-            for block in blocks(module.model) or [module.model]:
-                on_cuda = any(captures_graphs(p.device) for p in block.parameters())
-                backend = joining_backend if on_cuda else "inductor"
-                block.compile(backend=backend, dynamic=True if several_shapes else None)
+            model = module.model
+            names: tuple[str, ...] = getattr(model, "compiled_parts", ())
+            parts = [getattr(model, name) for name in names if hasattr(model, name)]
+            for part in [*parts, *blocks(model)] or [model]:
+                on_cuda = any(captures_graphs(p.device) for p in part.parameters())
+                part.compile(backend=joining_backend if on_cuda else "inductor")
+
+
+@contextmanager
+def _raised_recompile_limit() -> Iterator[None]:
+    """Raise torch's limit of recompilations: all modules of a model together count as one."""
+    import torch._dynamo  # imported here because it takes seconds
+
+    limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        yield
 
 
 def uncompile(objective: nn.Module) -> None:

@@ -22,7 +22,6 @@ from frostlab.training.distributed import (
     full_tensor,
     preserve_buffers,
 )
-from frostlab.training.step.embeddings import gradients_by_products, small_embeddings
 from frostlab.training.step.head_loss import expect_gradient
 from frostlab.training.step.optimizer import Bf16Copies, apply_update, prepare_update, skip_update
 
@@ -97,7 +96,6 @@ class EagerStep:
         self.gradient_sum = gradient_sum
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.reached = self.parameters  # parameters that got a gradient in the last step
-        self._small_embeddings = small_embeddings(objective)
         self.flow: LiveFlow | None = None  # measures norms of gradients and updates in some steps
         self.device = self.parameters[0].device
 
@@ -183,12 +181,7 @@ class EagerStep:
         factor = torch.full((), float(averaged), device=self.device) / scored
         for i, part in enumerate(parts):
             with accumulate_gradients(objective, last=i == len(parts) - 1):
-                with (
-                    self.compute.autocast(),
-                    self._listening(),
-                    expect_gradient(factor),
-                    gradients_by_products(self._small_embeddings),
-                ):
+                with self.compute.autocast(), self._listening(), expect_gradient(factor):
                     loss = objective(part)
                 loss.backward(factor.to(loss.dtype))
             total += loss.detach() / scored

@@ -19,7 +19,6 @@ from torch._compile import _disable_dynamo
 
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.training.batches.batch import IGNORED
-from frostlab.training.step.embeddings import has_plain_gradient
 
 # Bytes that a chunk's logits may take. Small chunks are slow, because each chunk reads and writes
 # the whole gradient of the head.
@@ -181,7 +180,7 @@ class TiedGradient:
         """Let the embedding of a model that has this weight, if any, take part in this context."""
         found = (m for m in model.modules() if type(m) is nn.Embedding and m.weight is weight)
         embedding = next(found, None)
-        if embedding is None or not has_plain_gradient(embedding) or not torch.is_grad_enabled():
+        if embedding is None or not _is_plain(embedding) or not torch.is_grad_enabled():
             yield
             return
         lookup = functools.partial(_TiedEmbedding.apply, self, weight)
@@ -190,6 +189,12 @@ class TiedGradient:
             yield
         finally:
             del embedding.forward
+
+
+def _is_plain(embedding: nn.Embedding) -> bool:
+    """Return whether the gradient of an embedding is the sum of its rows' gradients."""
+    unusual = embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse
+    return embedding.padding_idx is None and not unusual
 
 
 class _TiedEmbedding(torch.autograd.Function):
