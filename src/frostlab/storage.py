@@ -28,11 +28,11 @@ MOST_BYTES = 256 << 20  # the largest file that is read whole
 MOST_VALUES = 10_000_000  # the most values in a JSON text, estimated as commas + 2 × colons
 LINE_BYTES = 16 << 20  # the longest line of a file that is read line by line
 SEAL = "checksums.json"  # the checksums of the other files in a folder
-VERIFIED = "verified.json"  # what the files of a large cached folder were like when last verified
+VERIFIED = "verified.json"  # signatures of a large cached folder's files when last verified
 _BLOCK = 64 << 20  # bytes that have one checksum
 _PIECE = 1 << 20  # bytes that are read at once to compute a checksum
 # A cached folder from this size on is not verified again while its files look unchanged. Smaller
-# ones are always verified, in less than a second.
+# folders are always verified, in less than a second.
 _LARGE = 256 << 20
 # A file's times are trusted this many ns after its last change: with some file systems, a second
 # change within 2 s may leave them as they are.
@@ -282,7 +282,7 @@ class BackgroundWriter:
         self._error: BaseException | None = None
 
     def start(self, write: Callable[[], object]) -> None:
-        """Call a function in a thread, after waiting for the one before."""
+        """Call a function in a thread, after the function before it has ended."""
         self.wait()
         self._thread = threading.Thread(target=self._call, args=(write,))
         self._thread.start()

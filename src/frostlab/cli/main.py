@@ -59,7 +59,7 @@ def commands(
 ) -> None:
     """Freeze or change parts of a transformer, train it, and measure what that changes.
 
-    Exit codes: 0 success; 1 failure, or a fault found by diagnose, verify or data check;
+    Exit codes: 0 success; 1 failure, or a fault that diagnose, verify or data check found;
     2 bad input.
     """
 

@@ -155,7 +155,7 @@ class Runner:
             yield task, None, 0.0
 
 
-_STOPPED = threading.Event()  # in a worker: its run was stopped, so it begins no other
+_STOPPED = threading.Event()  # set in a worker whose run was stopped: it begins no other
 
 
 def _run_in_worker(task: Task, data_dir: Path | None) -> tuple[str | None, float]:
@@ -171,7 +171,7 @@ def _run_in_worker(task: Task, data_dir: Path | None) -> tuple[str | None, float
 def _begin_worker() -> None:
     """Prepare a worker: only its parent stops it, and it ends if the parent was killed."""
     if hasattr(os, "setpgrp"):
-        os.setpgrp()  # a signal to the parent's group, such as Ctrl-C, would be a second one
+        os.setpgrp()  # else Ctrl-C would reach the worker twice: directly, and by its parent
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -292,8 +292,8 @@ class ComparisonFolder:
         """Lock the folder, write the plan, and yield it with the seeds of earlier calls.
 
         A stored plan with another digest is an error. The lock keeps other comparisons from writing
-        to the folder. `looks` are stored with a new plan: the looks in the folder of the original,
-        if a plan is carried out again. A look is one analysis of the results.
+        to the folder. If a plan is carried out again, `looks` are the looks (analyses of the
+        results) of the original comparison; they are stored with the new plan.
         """
         if self.path.exists() and not self.path.is_dir():
             raise BadInput(f"{self.path} is a file; choose another folder with --out")
@@ -347,7 +347,7 @@ class ComparisonFolder:
         return plan
 
     def check_inputs(self) -> None:
-        """Refuse files that later calls read again if they were changed after the last call.
+        """Refuse the files that every call reads if they were changed after the last call.
 
         A file that was deleted is not refused.
         """

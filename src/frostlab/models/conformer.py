@@ -216,7 +216,7 @@ def _norm(kind: Norm, width: int) -> nn.Module:
 class ConformerLayer(nn.Module):
     """Feed-forward network, attention, convolution and feed-forward network, then a norm.
 
-    The output of each is added to its input, for the feed-forward networks with the factor 0.5.
+    The output of each module is added to its input; feed-forward outputs are halved before that.
     """
 
     def __init__(self, config: ConformerConfig) -> None:

@@ -317,7 +317,7 @@ def methods(compared: "Compared") -> list[Block]:
         commit = ["  note = {commit ", compared.cell("made", "commit", format="text"), "},\n"]
     entry = Listing((
         "@software{frostlab,\n  title = {frostlab: which weights of a transformer learn, and what "
-        "does it change?},\n  author = {{The frostlab authors}},\n  version = {",
+        "difference does that make?},\n  author = {{The frostlab authors}},\n  version = {",
         compared.cell("made", "versions", "frostlab", format="text"), "},\n  year = {",
         compared.cell("made", "ended", format="year"), "},\n", *commit, "}",
     ))  # fmt: skip

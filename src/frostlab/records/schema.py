@@ -596,5 +596,5 @@ def read_event(line: bytes | str, where: object) -> Event | None:
 def _check_schema(values: Mapping[str, Any], where: object) -> None:
     if (version := values.get("schema", SCHEMA)) != SCHEMA:
         raise BadInput(
-            f"{where}: its records have schema {version!r:.60}, this frostlab reads {SCHEMA}"
+            f"{where}: its records have schema {version!r:.60}, and this frostlab reads {SCHEMA}"
         )

@@ -311,8 +311,7 @@ def _best_step(events: list[Event]) -> int | None:
 def _n(run: _Run, split: str) -> str:
     """Return the number of examples behind a metric, such as ` (n = 400)`; "" if not known.
 
-    The examples of a language model are given with their tokens, the windows of EEG with the
-    subjects.
+    For a language model, the number of tokens is added; for EEG, the number of subjects.
     """
     if split not in run.examples:
         return ""

@@ -185,7 +185,7 @@ class GradientSum:
         self._present = None
 
     def _check_present(self, present: list[bool]) -> None:
-        """Refuse gradients of other parameters than in other processes, or than before."""
+        """Refuse to go on if processes, or successive steps, have gradients of other parameters."""
         if self._present is None:
             if not self._world.same(present):
                 raise FrostlabError(
@@ -266,8 +266,8 @@ def preserve_buffers(model: nn.Module) -> Iterator[None]:
 def sync_batch_norms(model: nn.Module, world_size: int, device: torch.device) -> None:
     """With several processes, convert trainable BatchNorms to SyncBatchNorm.
 
-    Frozen ones stay as they are, because they use running statistics. Call this before the model is
-    wrapped, and again after each freeze or thaw.
+    Frozen BatchNorms stay as they are, because they use running statistics. Call this before the
+    model is wrapped, and again after each freeze or thaw.
     """
     if world_size == 1:
         return

@@ -76,7 +76,7 @@ def _generate(context: RunContext, progress: Progress) -> list[GeneratedText]:
 
 
 def _whole_model(context: RunContext, progress: Progress) -> nn.Module:
-    """Return the model with the best weights; of a sharded model, a copy on the CPU.
+    """Return the model with the best weights; if it is sharded, a copy on the CPU.
 
     Only one process generates, and cannot gather the others' shards alone.
     """

@@ -106,7 +106,7 @@ def with_threads(count: int | None) -> Iterator[None]:
 
 @contextmanager
 def default_modes(device: torch.device) -> Iterator[None]:
-    """Set three modes of torch as in a new process, so that the caller's do not change a run.
+    """Set three modes of torch as in a new process: the caller's modes must not change a run.
 
     Gradients are on, autocast is off (the step turns it on if the precision asks for it), and the
     default dtype is float32.
@@ -216,7 +216,7 @@ def make_feed(
         width = recipe.data.length + (recipe.data.task == "language")
         examples = replace(examples, width=width)
     feed = Feed(examples, train, recipe.seed, compute, current.objective.prefix)
-    # not the sum, so that arms of a comparison with and without adapters have the same widths
+    # the largest tensor is the same in arms with and without adapters, so they have equal widths
     largest = max(p.numel() for block in blocks(model) or [model] for p in block.parameters())
     feed.use_few_widths(current.stage.steps, _WIDTH_WORK / largest)
     return feed
@@ -354,7 +354,7 @@ class FirstStage:
 
     stages: tuple[Stage, ...]
     built: BuiltModel
-    digests: dict[str, Any]  # contents of digests.json, but for the frozen weights
+    digests: dict[str, Any]  # contents of digests.json, without frozen weights
     config: str | None  # a Hugging Face model's config.json; None for frostlab's own models
 
 

@@ -24,11 +24,11 @@ class OverviewRow:
     """One experiment or arm."""
 
     phase: str  # the group of experiments, or the comparison
-    id: str  # of the experiment; else the arm's name
+    id: str  # id of the experiment, or the arm's name if there is none
     data: str
     method: str  # name of the treatment
     total_seconds: float | None = None  # mean over whole runs
-    step_seconds: float | None = None  # an interleaved step; else the mean step of whole runs
+    step_seconds: float | None = None  # of an interleaved step or, if unknown, of whole runs
     gap: str | None = None  # effect on the metric with its interval and verdict, or `baseline`
     status: str = "not run"
 

@@ -22,7 +22,7 @@ from frostlab.training.distributed import Compute
 
 
 def packs_examples(train: Train) -> bool:
-    """Return whether a recipe packs examples into one row, in all stages or those with a cache."""
+    """Return whether a recipe packs examples into one row, at least in stages with a cache."""
     return train.batching == "packed" or train.cache_prefix is not None
 
 

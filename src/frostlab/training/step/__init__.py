@@ -43,7 +43,7 @@ class CompileCost:
     taken: float
 
     def pays(self, steps: int) -> bool:
-        """Return whether compiling saves time over `_SHARED_BY` runs with so many steps each."""
+        """Return whether compiling saves time over `_SHARED_BY` runs of `steps` steps each."""
         return _SHARED_BY * steps * self.saved > self.taken
 
     def describe(self, steps: int) -> str:

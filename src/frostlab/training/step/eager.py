@@ -149,8 +149,9 @@ class EagerStep:
     def gradients_now(self, parts: list[Batch], scored: int) -> Iterator[Gradient]:
         """Compute gradients without taking a step; inside, they can be read by parameter.
 
-        They are those of this batch with the current weights, before clipping. Graphs of captured
-        steps are not used, because their gradients lie in memory that other kernels overwrite.
+        They are computed from this batch with the current weights, before clipping. Graphs of
+        captured steps are not used, because their gradients lie in memory that other kernels
+        overwrite.
         """
         flow, self.flow = self.flow, None  # this is not a step to measure
         try:

@@ -94,8 +94,8 @@ _expected: list[Tensor | None] = [None]
 def expect_gradient(gradient: Tensor) -> Iterator[None]:
     """Announce the gradient of the losses that are computed in this context.
 
-    On a GPU, their forward pass multiplies by it where that costs nothing. If backward is then
-    called with this very tensor, it need not scale the gradients; otherwise it corrects them.
+    On a GPU, the forward pass multiplies the gradients by it where that costs nothing. If backward
+    is then called with this very tensor, it need not scale them; otherwise it corrects them.
     """
     _expected.append(gradient)
     try:
@@ -266,8 +266,8 @@ class _ChunkedLoss:
     """One pass over the tokens of every layer, which accumulates the head's gradients.
 
     Products are computed in `dtype`, sums in `sum_dtype`. On the CPU, only scored tokens are
-    computed. On a GPU, all are computed and the others masked, because the host would have to wait
-    for the number of scored tokens.
+    computed. On a GPU, all tokens are computed, and those that are not scored are masked, because
+    the host would have to wait for the number of scored tokens.
     """
 
     def __init__(
