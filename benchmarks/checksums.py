@@ -1,15 +1,20 @@
 """What verifying checksums costs: the share of a start, and bytes a second.
 
     python benchmarks/checksums.py --rounds 3
+    python benchmarks/checksums.py --reuse 4    # a cached prefix of 4 GB
 
 Every round trains a GPT for a few steps in one process and resumes it in another. A start is the
 time from the beginning of that process to its first step. It verifies the checksums of the data's
 cache and of the checkpoint.
+
+`--reuse` makes a cached prefix and reuses it, verified at every reuse, and only if it looks
+changed.
 """
 
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -121,12 +126,59 @@ def throughput(rounds: int) -> dict[str, Any]:
     }
 
 
+def reuse(gigabytes: float, rounds: int) -> None:
+    """Time the reuse of a cached prefix, from the memory in which the system keeps files."""
+    import torch
+
+    from frostlab import storage
+    from frostlab.training.batches.prefix import cached_table
+
+    shape = (round(gigabytes * 1e9 / 2 / 1024), 1024)
+    large = storage._LARGE
+
+    def take(built: bool = False) -> float:
+        began = time.perf_counter()
+        table, reused = cached_table(
+            "key", shape, torch.bfloat16, 10**12, lambda table: table.fill_(1)
+        )
+        seconds = time.perf_counter() - began
+        assert reused != built
+        assert float(table[-1, -1]) == 1
+        return seconds
+
+    def timed(case: str) -> None:
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        seconds = [take() for _ in range(rounds)]
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        cpu = (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / rounds
+        report("prefix_reuse", {
+            "case": case, "gb": gigabytes, "seconds": round(statistics.median(seconds), 4),
+            "low": round(min(seconds), 4), "high": round(max(seconds), 4),
+            "cpu_s": round(cpu, 4), "rounds": rounds, "load": round(os.getloadavg()[0], 1),
+            "device": device_name(device()),
+        })  # fmt: skip
+
+    with tempfile.TemporaryDirectory() as temporary:
+        os.environ["FROSTLAB_CACHE"] = temporary
+        built = take(built=True)
+        report("prefix_reuse", {"case": "built", "gb": gigabytes, "seconds": round(built, 2)})
+        storage._LARGE = 1 << 60
+        timed("verified at every reuse")
+        storage._LARGE = large
+        take()
+        timed("verified only if it looks changed")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--start", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--reuse", type=float, metavar="GB")
     options = parser.parse_args()
+    if options.reuse:
+        reuse(options.reuse, options.rounds)
+        return
     if options.start:
         start(*options.start, resume=options.resume)
         return

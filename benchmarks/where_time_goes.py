@@ -17,7 +17,7 @@ from kinds import CASES, CUDA, prepare, take
 STEPS = 5
 KINDS = {
     "compiled elementwise and sums": ("triton_",),
-    "convolutions": ("conv", "fprop", "wgrad", "dgrad", "cnn"),
+    "convolutions": ("conv", "fprop", "wgrad", "dgrad", "cnn", "_correlate"),
     "matmul": ("nvjet", "gemm", "splitkreduce"),
     "attention": ("sdpa", "cudnn", "flash"),
     "optimizer": ("fusedopt", "fusedadam", "_adamw"),

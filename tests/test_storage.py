@@ -4,6 +4,8 @@ import json
 import os
 import stat
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from frostlab import storage
 from frostlab.errors import BadInput, DamagedCache, FrostlabError
 from frostlab.storage import (
     SEAL,
@@ -270,6 +273,123 @@ def test_a_damaged_cache_is_built_again_and_only_then(tmp_path: Path) -> None:
     assert len(built) == 2
     assert np.array_equal(np.load(folder / "ids.npy"), np.arange(50))
     assert sorted(path.name for path in folder.parent.iterdir()) == ["x", "x.lock"]
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files whose checksums are computed, where every cached folder counts as large."""
+    names: list[str] = []
+    compute = storage.checksums
+
+    def counted(folder: Path, asked: list[str]) -> dict[str, list[Any]]:
+        names.extend(asked)
+        return compute(folder, asked)
+
+    monkeypatch.setattr(storage, "checksums", counted)
+    monkeypatch.setattr(storage, "_LARGE", 0)
+    return names
+
+
+def _settle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the files' last change be long enough ago."""
+    monkeypatch.setattr(storage, "_SETTLED", -1_000_000_000)
+
+
+def test_a_large_cache_is_not_hashed_while_it_looks_unchanged(
+    tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "cache" / "x"
+    files = ["empty", "ids.npy", "inner/facts.json"]
+    build_once(folder, _made)
+    assert hashed == files
+    build_once(folder, _made)
+    assert hashed == 2 * files, "it was written a moment ago: its times may not tell"
+    _settle(monkeypatch)
+    build_once(folder, _made)
+    assert hashed == 3 * files
+    for _ in range(3):
+        build_once(folder, _made)
+    assert hashed == 3 * files
+    os.utime(folder)  # as a reused prefix does
+    build_once(folder, _made)
+    assert hashed == 3 * files
+    os.utime(folder / "ids.npy")
+    build_once(folder, _made)
+    assert hashed == 4 * files, "another time is looked into, and is no damage"
+    build_once(folder, _made)
+    assert hashed == 4 * files
+    monkeypatch.setattr(storage, "_LARGE", 1 << 20)
+    build_once(folder, _made)
+    assert hashed == 5 * files, "a small one is always verified"
+
+
+def _flip(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-8, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+
+
+def _flip_and_hide(path: Path) -> None:
+    before = path.stat()
+    _flip(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+
+
+def _replace(path: Path) -> None:
+    """Another file of the same size and times."""
+    before, other = path.stat(), path.with_name("other")
+    other.write_bytes(bytes(before.st_size))
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.replace(other, path)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _flip,
+        _flip_and_hide,
+        _replace,
+        Path.unlink,
+        lambda path: os.truncate(path, 5),
+        lambda path: (path.parent / "more").write_text("x"),
+        lambda path: (path.parent / SEAL).unlink(),
+    ],
+    ids=["flipped", "flipped, time restored", "replaced", "gone", "cut", "one more", "no seal"],
+)
+def test_a_large_cache_that_changed_is_built_again(
+    spoil: Callable[[Path], object],
+    tmp_path: Path,
+    hashed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "cache" / "x"
+    build_once(folder, _made)
+    _settle(monkeypatch)
+    build_once(folder, _made)
+    before = len(hashed)
+    build_once(folder, _made)
+    assert len(hashed) == before, "it is trusted"
+    time.sleep(0.02)  # longer than a tick of the file system's clock
+    spoil(folder / "ids.npy")
+    with pytest.warns(DamagedCache, match="is built again"):
+        build_once(folder, _made)
+    assert np.array_equal(np.load(folder / "ids.npy"), np.arange(50))
+    build_once(folder, _made)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"ids.npy": 1}', "null", "1e999"])
+def test_a_hostile_memory_of_a_verification_is_not_believed(
+    content: str, tmp_path: Path, hashed: list[str]
+) -> None:
+    folder = tmp_path / "cache" / "x"
+    build_once(folder, _made)
+    (folder / storage.VERIFIED).write_text(content)
+    before = len(hashed)
+    build_once(folder, _made)
+    assert len(hashed) == before + 3
 
 
 def test_one_of_several_processes_builds_a_cache(tmp_path: Path) -> None:

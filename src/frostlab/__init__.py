@@ -1,4 +1,4 @@
-"""frostlab: which weights of a transformer learn, and what does it change?
+"""frostlab: which weights of a transformer learn, and what difference does that make?
 
 Public names are loaded on first use, so that `frostlab --help` does not wait for torch.
 """

@@ -132,7 +132,7 @@ def _unclipped(spec: dict[str, Any]) -> dict[str, Any]:
 def _with_own_opacity(shape: re.Match[str]) -> str:
     """Replace the opacity of a shape by that of its fill or stroke, if it has only one of them.
 
-    It looks the same, but is turned into PNG several times faster: nothing has to be blended.
+    The shape looks the same, but becomes PNG several times faster, because nothing is blended.
     """
     attributes = dict(_ATTRIBUTE.findall(shape[2]))
     painted = [paint for paint in ("fill", "stroke")

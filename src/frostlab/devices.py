@@ -1,6 +1,9 @@
 """Capabilities of devices, so that other modules need not ask for CUDA, MPS or CPU by name."""
 
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -13,17 +16,23 @@ _READ_SECONDS = 1.0  # minimum time between two readings that wait for the devic
 
 
 def choose_device(wanted: str) -> torch.device:
-    """Return the device that a recipe asks for; `auto` tries CUDA, then MPS, then the CPU.
+    """Return the device that a recipe asks for, and make it torch's current device.
 
-    `auto` and `cuda` spread several processes over the GPUs; `cuda:1` is one GPU for all of them.
+    `auto` tries CUDA, then MPS, then the CPU. `auto` and `cuda` spread several processes over the
+    GPUs; `cuda:1` is one GPU for all of them.
     """
+    device = find_device(wanted)
+    use_device(device)
+    return device
+
+
+def find_device(wanted: str) -> torch.device:
+    """Return the device that `choose_device` chooses, without starting it."""
     if wanted in ("auto", "cuda"):
         if torch.cuda.is_available():
-            device = torch.device("cuda", local_rank() % torch.cuda.device_count())
-            torch.cuda.set_device(device)
-            return device
+            return torch.device("cuda", local_rank() % torch.cuda.device_count())
         if wanted == "cuda":
-            raise BadInput("train.device cuda: no CUDA device is available; `cpu` is")
+            raise BadInput("train.device cuda: no CUDA device is available; use cpu")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(wanted)
@@ -34,17 +43,37 @@ def choose_device(wanted: str) -> torch.device:
         ) from None
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise BadInput(f"train.device {wanted}: no CUDA device is available; `cpu` is")
+            raise BadInput(f"train.device {wanted}: no CUDA device is available; use cpu")
         if (device.index or 0) >= torch.cuda.device_count():
             last = torch.cuda.device_count() - 1
             raise BadInput(f"train.device {wanted} does not exist; the last one is cuda:{last}")
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-    elif device.type == "mps" and not torch.backends.mps.is_available():
-        raise BadInput("train.device mps is not available; `cpu` is")
-    elif device.type not in ("cpu", "mps"):
+        return torch.device("cuda", device.index or 0)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise BadInput("train.device mps is not available; use cpu")
+    if device.type not in ("cpu", "mps"):
         raise BadInput(f"train.device {wanted} is not supported; choose from auto, cpu, cuda, mps")
     return device
+
+
+def start_device(device: torch.device) -> None:
+    """Start a CUDA device in a thread, while the program goes on.
+
+    Starting takes about a second, in which data can be read and a model built on the CPU. The first
+    use of the device waits for its start.
+    """
+    if device.type == "cuda" and not torch.cuda.is_initialized():
+        threading.Thread(target=_start, args=(device,), daemon=True).start()
+
+
+def _start(device: torch.device) -> None:
+    with suppress(RuntimeError):  # the first use of the device raises the same error
+        torch.zeros(1, device=device)
+
+
+def use_device(device: torch.device) -> None:
+    """Make a CUDA device torch's current device; start it, or wait for its start."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def first_gpu() -> torch.device:
@@ -138,6 +167,23 @@ class Readback:
             self._copied = torch.cuda.Event()
             self._copied.record()
         return self._value
+
+
+@contextmanager
+def attention_without_plans(device: torch.device) -> Iterator[None]:
+    """Attend without cuDNN inside this context, for batches of many shapes that occur once.
+
+    cuDNN takes about 11 ms to plan each new shape, which is longer than the attention itself.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

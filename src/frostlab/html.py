@@ -1,7 +1,7 @@
-"""HTML pages without scripts: one template engine that escapes every text, and the pages' frame.
+"""HTML pages without scripts: a template engine that escapes every text, and a common layout.
 
 A page loads nothing; its Content-Security-Policy makes the browser refuse requests and scripts.
-Reports, which have scripts, use this template engine with a frame of their own.
+Reports, which have scripts, use this template engine with a layout of their own.
 """
 
 from collections.abc import Iterable, Sequence

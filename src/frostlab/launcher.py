@@ -9,12 +9,12 @@ _MOST_PROCESSES = 10**6
 
 
 def rank() -> int:
-    """Return the number of this process among all processes of a run."""
+    """Return the index of this process among all processes of a run, from 0."""
     return _integer("RANK", 0, 0)
 
 
 def local_rank() -> int:
-    """Return the number of this process among the run's processes on this machine."""
+    """Return the index of this process among the run's processes on this machine, from 0."""
     return _integer("LOCAL_RANK", 0, 0)
 
 

@@ -28,8 +28,15 @@ MOST_BYTES = 256 << 20  # the largest file that is read whole
 MOST_VALUES = 10_000_000  # the most values in a JSON text, estimated as commas + 2 × colons
 LINE_BYTES = 16 << 20  # the longest line of a file that is read line by line
 SEAL = "checksums.json"  # the checksums of the other files in a folder
+VERIFIED = "verified.json"  # signatures of a large cached folder's files when last verified
 _BLOCK = 64 << 20  # bytes that have one checksum
 _PIECE = 1 << 20  # bytes that are read at once to compute a checksum
+# A cached folder from this size on is not verified again while its files look unchanged. Smaller
+# folders are always verified, in less than a second.
+_LARGE = 256 << 20
+# A file's times are trusted this many ns after its last change: with some file systems, a second
+# change within 2 s may leave them as they are.
+_SETTLED = 2_000_000_000
 _NAME_BYTES = 200  # the longest name of a file or folder; most file systems allow 255 bytes
 
 
@@ -275,7 +282,7 @@ class BackgroundWriter:
         self._error: BaseException | None = None
 
     def start(self, write: Callable[[], object]) -> None:
-        """Call a function in a thread, after waiting for the one before."""
+        """Call a function in a thread, after the function before it has ended."""
         self.wait()
         self._thread = threading.Thread(target=self._call, args=(write,))
         self._thread.start()
@@ -390,7 +397,7 @@ def cache_folder(asked: Path | None) -> Path:
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     """Return `folder` after checking its files; build it if it is missing or damaged."""
     try:
-        if folder.is_dir() and damaged_file(folder) is None:
+        if folder.is_dir() and _damaged_cache(folder) is None:
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with Lock(folder.with_name(folder.name + ".lock")):
@@ -408,6 +415,9 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
                 with whole_folder(folder) as temporary:
                     build(temporary)
                     seal(temporary)
+                    signatures = _signatures(temporary)
+                # nobody else has written to the temporary folder, so its signatures still hold
+                _remember(folder, signatures, time.time_ns() - _SETTLED)
     except OSError as error:
         where = "" if error.filename is None else f": {error.filename}"
         raise BadInput(
@@ -417,9 +427,58 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     return folder
 
 
+def _damaged_cache(folder: Path) -> Path | None:
+    """Return a damaged file of a cached folder; None if all files are intact.
+
+    A large folder whose files look as they did when they were verified is not verified again. A
+    file looks changed if its size, inode, or time of the last change to its content or its status
+    differs. Programs cannot set the latter time, so this misses only changes below the file system,
+    such as bits that the disk loses, and those made while the clock was set back.
+    """
+    settled, signatures = time.time_ns() - _SETTLED, _signatures(folder)
+    if _is_large(signatures):
+        with suppress(OSError, BadInput):
+            if read_json(folder / VERIFIED) == signatures:
+                return None
+    damaged = damaged_file(folder)
+    if damaged is None:
+        _remember(folder, signatures, settled)
+    return damaged
+
+
+def _signatures(folder: Path) -> dict[str, list[int]]:
+    """Return the size, inode and times of each file in a folder."""
+    signatures = {}
+    for path in folder.rglob("*"):
+        status = path.lstat()
+        if path != folder / VERIFIED and not stat.S_ISDIR(status.st_mode):
+            times = [status.st_mtime_ns, status.st_ctime_ns]
+            signatures[str(path.relative_to(folder))] = [status.st_size, status.st_ino, *times]
+    return signatures
+
+
+def _is_large(signatures: dict[str, list[int]]) -> bool:
+    return sum(size for size, *_ in signatures.values()) >= _LARGE
+
+
+def _remember(folder: Path, signatures: dict[str, list[int]], settled: int) -> None:
+    """Store the signatures that a large folder's files had before they were verified.
+
+    If a file was changed after `settled`, or the folder cannot be written, nothing is stored, and
+    the next use verifies the files again.
+    """
+    # the file of checksums is the last that is written, and a change to it harms nothing
+    own = [times for name, (_, _, *times) in signatures.items() if name != SEAL]
+    newest = max(map(max, own), default=0)
+    if _is_large(signatures) and newest < settled:
+        with suppress(OSError):
+            write_whole(folder / VERIFIED, json.dumps(signatures, indent=1))
+
+
 def seal(folder: Path) -> None:
     """Write the checksums of all files in a folder, so that `damaged_file` can verify them."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path != folder / SEAL)
+    own = (folder / SEAL, folder / VERIFIED)
+    files = (path for path in folder.rglob("*") if path.is_file() and path not in own)
     names = sorted(str(path.relative_to(folder)) for path in files)
     write_whole(folder / SEAL, json.dumps(checksums(folder, names), indent=1))
 
@@ -451,7 +510,8 @@ def damaged_file(folder: Path, names: Iterable[str] | None = None) -> Path | Non
     damaged = next((folder / name for name in wanted if actual.get(name) != wanted[name]), None)
     if damaged is None and names is None:
         files = (path for path in folder.rglob("*") if not path.is_dir() and path.name != SEAL)
-        return next((path for path in files if str(path.relative_to(folder)) not in sealed), None)
+        others = (path for path in files if path != folder / VERIFIED)
+        return next((path for path in others if str(path.relative_to(folder)) not in sealed), None)
     return damaged
 
 

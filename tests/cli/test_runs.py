@@ -60,7 +60,8 @@ def test_the_experiments_of_a_group_are_listed(in_this_process: Command) -> None
         "openwebtext-random", "openwebtext", "oelm-random", "1e-3", "optional", "12", "h",
     ]  # fmt: skip
     assert "perplexity and time: as the sources reported them, on 4 × RTX A5000" in lines
-    assert lines[-1] == "fair, `frostlab compare phase3`: tinystories, openwebtext, wikitext103"
+    fair = "comparisons whose arms differ only in what is compared, `frostlab compare phase3`:"
+    assert " ".join(map(str.strip, lines)).endswith(f"{fair} tinystories, openwebtext, wikitext103")
     listed = json.loads(in_this_process("recipes", "--group", "xnli", "--json").stdout)
     assert (listed["name"], listed["machine"]) == ("xnli", "4 × RTX A5000")
     assert [entry["id"] for entry in listed["experiments"]] == ["xnli-01", "xnli-02", "xnli-random"]

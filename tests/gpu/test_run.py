@@ -195,11 +195,16 @@ def test_a_diverging_run_keeps_a_good_checkpoint(
 
 
 @pytest.mark.skipif(torch.cuda.device_count() != 1, reason="is about one GPU")
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_two_processes_on_one_gpu(way: str, tmp_path: Path, free_port: int) -> None:
+@pytest.mark.parametrize(
+    ("way", "step", "becomes"),
+    [("ddp", "auto", "eager"), ("ddp", "compiled", "compiled"), ("fsdp", "auto", "")],
+)
+def test_two_processes_on_one_gpu(
+    way: str, step: str, becomes: str, tmp_path: Path, free_port: int
+) -> None:
     recipe = tiny(model__dropout=0.0, treatment="oelm", train__precision="float32")
     alone = fl.run(recipe, runs=tmp_path / "alone")
-    recipe["train"]["parallel"] = way
+    recipe["train"] |= {"parallel": way, "step": step}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
     done = subprocess.run(
@@ -214,4 +219,6 @@ def test_two_processes_on_one_gpu(way: str, tmp_path: Path, free_port: int) -> N
         assert "needs a GPU for each of 2 processes, but this machine has 1; use ddp" in done.stderr
         return
     assert done.returncode == 0, done.stderr[-3000:]
-    assert losses(fl.RunRecord(tmp_path / "run")) == pytest.approx(losses(alone), rel=2e-3)
+    record = fl.RunRecord(tmp_path / "run")
+    assert [event.how for event in record.result.stepping] == [becomes]
+    assert losses(record) == pytest.approx(losses(alone), rel=2e-3)

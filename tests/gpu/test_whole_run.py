@@ -1,5 +1,8 @@
 """The parts of a whole run on CUDA that are not steps: evaluations, widths, checkpoints, clocks."""
 
+import json
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -7,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import frostlab as fl
 from forked import attempt, outcome
@@ -132,3 +136,31 @@ def test_a_run_killed_while_a_checkpoint_is_written_goes_on(tmp_path: Path, mome
     one, other = (outcome(tmp_path / name) for name in ("whole", "killed"))
     assert one["order_digest"] == other["order_digest"]
     assert one["steps"] == other["steps"]
+
+
+def test_a_captured_run_imports_no_compiler_and_leaves_at_once(tmp_path: Path) -> None:
+    """Importing torch's compiler takes seconds, and so does the shutdown of a process with it."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tiny(train={"batch": 32, "epochs": 2, "step": "captured"})))
+    command = [sys.executable, "-X", "importtime", "-m", "frostlab", "run", str(recipe), "--json",
+               "--runs", str(tmp_path / "runs")]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)["stepping"][-1]["how"] == "captured"
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "frostlab.training.run" in imported
+    assert not imported & {"torch._dynamo", "torch._inductor"}
+
+
+def test_evaluations_plan_no_attention_and_put_the_setting_back() -> None:
+    data, model = reviews(50), classifier(layers=1, width=64).cuda()
+    seen: list[bool] = []
+    model.norm.register_forward_hook(
+        lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    compute, task = Compute(CUDA, torch.bfloat16), TASKS["classification"]
+    evaluate(task, Objective(model), data, data.splits["report"], 16, compute)
+    assert seen
+    assert not any(seen)
+    assert torch.backends.cuda.cudnn_sdp_enabled() == enabled

@@ -391,8 +391,17 @@ def test_data_environment_rules_and_methods(compared: Path) -> None:
     paragraph, entry = section(report, "methods")
     assert "orthogonal, frozen; the rest trains" in text_of(paragraph)
     assert "All rules were fixed before the runs." in text_of(paragraph)
+    assert "except for those that a treatment changes. " in text_of(paragraph)
     assert text_of(entry).startswith("@software{frostlab,\n")
     assert text_of(entry).count("{") == text_of(entry).count("}")
+
+
+def test_methods_of_arms_with_other_models(compared: Path, tmp_path: Path) -> None:
+    def vary(values: dict[str, Any]) -> None:
+        values["plan"]["vary"] = ["model.layers"]
+
+    paragraph, _ = section(document(changed(compared, tmp_path / "c", vary), "en"), "methods")
+    assert "arms whose models differ start from different weights" in text_of(paragraph)
 
 
 def test_methods_of_runs_chosen_after_the_fact(compared: Path, tmp_path: Path) -> None:

@@ -3,15 +3,26 @@
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.records import SCHEMA
-from frostlab.records.folder import RunFolder, RunRecord, given_folder, own_folder
-from frostlab.records.schema import EvaluationEvent, ResumeEvent, StartEvent, StepEvent
+from frostlab.records import folder as folders
+from frostlab.records.folder import RunFolder, RunRecord, effective, given_folder, own_folder
+from frostlab.records.schema import (
+    EVENTS,
+    EvaluationEvent,
+    Event,
+    ResumeEvent,
+    StartEvent,
+    StepEvent,
+)
 from frostlab.storage import Lock
 from run_made import RESULT, SHAPE, START, evaluation_event, step_event, write_events
 
@@ -37,6 +48,68 @@ def test_events_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert record.events(StartEvent) == [record.start]
     assert record.start.known == {}
     assert [event.step for event in record.events(ResumeEvent)] == [3]
+
+
+def still_counts(event: Event, step: int) -> bool:
+    """Whether an event before a resume at a step counts, in as many words as the docs."""
+    if event.kind in ("start", "resume", "note"):
+        return True
+    if event.kind == "end" or (isinstance(event, EvaluationEvent) and event.checkpoint is not None):
+        return False
+    return event.step < step if event.kind == "stage" else event.step <= step
+
+
+STAGE: dict[str, Any] = {
+    "at": 0.0, "name": "1", "steps": 9, "patience": None, "train": None, "freeze": [],
+    "changed": [], "added": [], "trainable": 1, "total": 1, "lr": 0.1, "best_before": None,
+    "supervise": None,
+}  # fmt: skip
+KINDS = ["checkpoint", "evaluation", "report", "stage", "note", "end", "resume", "resume", "resume"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 6)), max_size=30))
+def test_events_that_a_resume_repeated_are_dropped(drawn: list[tuple[str, int]]) -> None:
+    """In any order of steps, as a loop over all earlier events would."""
+    evaluation: dict[str, Any] = {
+        "at": 0.0, "split": "tune", "metrics": {}, "frozen_verified": 0, "epoch": 0.0,
+        "seconds": 0.0, "total_seconds": 0.0,
+    }  # fmt: skip
+    make: dict[str, Callable[[int], Event]] = {
+        "checkpoint": lambda step: EVENTS["checkpoint"](at=0.0, step=step, best=None),
+        "evaluation": lambda step: EvaluationEvent(step=step, **evaluation),
+        "report": lambda step: EvaluationEvent(step=step, checkpoint=1, **evaluation),
+        "stage": lambda step: EVENTS["stage"](step=step, **STAGE),
+        "note": lambda step: EVENTS["note"](at=0.0, step=step, text="a note"),
+        "end": lambda step: EVENTS["end"](at=0.0, step=step, status="failed", error=None),
+        "resume": lambda step: EVENTS["resume"](at=0.0, step=step, **SHAPE),
+    }
+    events = [make[kind](step) for kind, step in drawn]
+    expected: list[Event] = []
+    for event in events:
+        if isinstance(event, ResumeEvent):
+            expected = [earlier for earlier in expected if still_counts(earlier, event.step)]
+        expected.append(event)
+    assert list(map(id, effective(events))) == list(map(id, expected))
+
+
+def test_a_run_that_was_resumed_often_is_read_in_proportion(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A resume looks only at events after its checkpoint, not at all events before it."""
+    least, looked = folders._least_resume, list[Event]()
+
+    def look(event: Event) -> float:
+        looked.append(event)
+        return least(event)
+
+    monkeypatch.setattr(folders, "_least_resume", look)
+    events: list[Event] = []
+    for turn in range(200):
+        steps = range(turn * 40, turn * 40 + 50)
+        events += [EVENTS["checkpoint"](at=0.0, step=step, best=None) for step in steps]
+        events.append(EVENTS["resume"](at=0.0, step=turn * 40 + 40, **SHAPE))
+    assert len(effective(events)) < len(events)
+    assert len(looked) < 3 * len(events)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +148,7 @@ def test_records_are_typed_and_read_once(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_schema_is_refused_by_name(tmp_path: Path) -> None:
     record = write_run(tmp_path / "run-s0", schema=1)
-    said = "its records have schema 1, this frostlab reads 6$"
+    said = "its records have schema 1, and this frostlab reads 6$"
     with pytest.raises(BadInput, match=f"^{record.folder}/result.json: {said}"):
         _ = record.result
     with pytest.raises(BadInput, match=f"^{record.folder}/events.jsonl line 1: {said}"):

@@ -193,7 +193,7 @@ def test_runs_stand_by_age_and_other_folders_are_ignored(tmp_path: Path) -> None
     assert [run.name for run in list_runs(tmp_path)] == ["sooner", "later", "unstarted"]
 
 
-OTHER_SCHEMA = "{}: its records have schema 1, this frostlab reads 6"
+OTHER_SCHEMA = "{}: its records have schema 1, and this frostlab reads 6"
 STEP = json.dumps(step_event(1)) + "\n"
 
 

@@ -13,7 +13,11 @@ from frostlab.records.checkpoint import Checkpoint, checkpoints_in
 from frostlab.records.schema import StepEvent
 from frostlab.storage import BackgroundWriter, plain_tensors
 from frostlab.training import loop
+from frostlab.training import run as running
+from frostlab.training.setup import best_model
+from frostlab.training.state import Best
 from frostlab.training.step.eager import EagerStep
+from frostlab.training.treatment import state_digest
 from tiny import tiny
 
 RECIPE = tiny(train={"batch": 32, "epochs": 2, "threads": 1, "checkpoint": 3})
@@ -132,3 +136,45 @@ def test_a_copy_keeps_its_values_and_shared_tensors_once() -> None:
     weight.zero_()
     assert copies["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert plain_tensors(tensors)["a"].data_ptr() == weight.data_ptr()
+
+
+def test_the_report_does_not_wait_for_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step has the best weights, which the model still holds; the run's end waits."""
+    measured = threading.Event()
+    measure, save = running.measure, loop.save_checkpoint
+
+    def report(*given: Any) -> Any:
+        metrics = measure(*given)
+        measured.set()
+        return metrics
+
+    def slow(path: Path, step: int, *given: Any) -> Checkpoint:
+        if step == 16:
+            assert measured.wait(60), "the report waits for the checkpoint"
+        return save(path, step, *given)
+
+    monkeypatch.setattr(running, "measure", report)
+    monkeypatch.setattr(loop, "save_checkpoint", slow)
+    record = fl.run(RECIPE, {"evaluate.metric": "loss", "optim.lr": 1e-3}, runs=tmp_path)
+    assert record.result.best.step == 16, "this test needs a loss that falls to the end"
+    assert [c.step for c in checkpoints_in(record.folder)][-1] == 16
+    assert state_digest(best_model(record)) == record.result.weights_digest
+
+
+def test_the_report_loads_weights_that_are_not_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[int] = []
+    load = running.load_weights
+
+    def watched(model: Any, checkpoint: Checkpoint) -> None:
+        loaded.append(checkpoint.step)
+        load(model, checkpoint)
+
+    monkeypatch.setattr(running, "load_weights", watched)
+    see = Best.see  # the last evaluation, at step 16, counts as no improvement
+    monkeypatch.setattr(Best, "see", lambda self, value, step: step == 8 and see(self, value, step))
+    record = fl.run(RECIPE, runs=tmp_path)
+    assert loaded == [record.result.best.step] == [8]

@@ -43,10 +43,13 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 def launch(recipe: dict[str, Any], folder: Path, port: int) -> list[str]:
     path = folder.parent / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
+    return torchrun(port, "-m", "frostlab", "run", str(path), "--out", str(folder))
+
+
+def torchrun(port: int, *program: str) -> list[str]:
     return [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
-        "--master_addr=127.0.0.1", f"--master_port={port}",
-        "-m", "frostlab", "run", str(path), "--out", str(folder),
+        "--master_addr=127.0.0.1", f"--master_port={port}", *program,
     ]  # fmt: skip
 
 
@@ -57,7 +60,7 @@ def in_two(recipe: dict[str, Any], folder: Path, port: int) -> Any:
 
 def by_torchrun(recipe: dict[str, Any], folder: Path, port: int) -> Any:
     return subprocess.run(
-        launch(recipe, folder, port), capture_output=True, text=True, timeout=200, env=ENVIRONMENT
+        launch(recipe, folder, port), capture_output=True, text=True, timeout=400, env=ENVIRONMENT
     )
 
 
@@ -118,6 +121,30 @@ def measured_alike(found: Flow, wanted: Flow) -> None:
             ), (mine.step, name)
         assert mine.largest == pytest.approx(theirs.largest, rel=5e-3)
         assert mine.ranges == pytest.approx(theirs.ranges, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_compiled_steps_of_two_processes_are_those_of_one(free_port: int) -> None:
+    """In float64, with shapes that the processes compile at different steps."""
+    program = Path(__file__).parent / "compiled_program.py"
+    places = [str(program.parents[1]), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        torchrun(free_port, str(program)), capture_output=True, text=True, timeout=400,
+        env=ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, places))},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("fine") == 2
+
+
+@pytest.mark.slow
+def test_a_compiled_run_of_two_processes(alone: Path, tmp_path: Path, free_port: int) -> None:
+    recipe = {**RECIPE, "train": {**RECIPE["train"], "step": "compiled", "processes": 2}}
+    done = by_torchrun(recipe, tmp_path / "run", free_port)
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = RunRecord(tmp_path / "run")
+    assert [(e.how, e.reason) for e in two.result.stepping] == [("compiled", "asked for")]
+    assert losses(two.folder) == pytest.approx(losses(alone), rel=1e-4, abs=1e-5)
+    assert two.result.order_digest == RunRecord(alone).result.order_digest
 
 
 @pytest.mark.slow

@@ -63,9 +63,9 @@ def test_the_wall_clock_counts_every_part_once(
 
         monkeypatch.setattr(module, name, takes_long)
 
-    slow(run_module, "choose_device", 0.5)
+    slow(run_module, "find_device", 0.5)
     slow(run_module, "prepare_data", 1.0)
-    slow(run_module, "assemble", 2.0)
+    slow(run_module, "build_first_stage", 2.0)
     slow(loop, "make_feed", 4.0)
     slow(loop, "make_step", 8.0)
     slow(EagerStep, "__call__", 16.0)

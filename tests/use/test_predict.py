@@ -137,7 +137,7 @@ def test_a_single_recording_without_speech_is_decoded(listener: fl.Run, tmp_path
     with pytest.raises(fl.BadInput, match="has no EEG file"):
         listener.predict(tmp_path / "empty")
     np.save(tmp_path / "short.npy", eeg[:30])
-    with pytest.raises(fl.BadInput, match="short has 30 samples, a window 64"):
+    with pytest.raises(fl.BadInput, match="short has 30 samples, but a window has 64"):
         listener.predict(tmp_path / "short.npy")
 
 

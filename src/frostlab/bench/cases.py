@@ -160,7 +160,7 @@ def _padded_loop(
 
 
 def _check_against_trainer(settings: BenchSettings, ours: Feed, theirs: Feed) -> dict[str, Any]:
-    """Compare the sides' losses on one batch without dropout; the others do not compile."""
+    """Compare the sides' losses on one batch without dropout; no competitor compiles here."""
 
     def model() -> nn.Module:
         return enlarge_head(bert(settings, dropout=0.0), "classifier")

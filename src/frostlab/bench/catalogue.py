@@ -76,7 +76,7 @@ class Benchmark:
 
     @property
     def targets(self) -> str:
-        """The target, and those of cases with one of their own, as text."""
+        """The targets of the benchmark, and of cases that have their own, as text."""
         return "; ".join(
             [str(self.target), *(f"{target} at {case}" for case, target in self.case_targets)]
         )

@@ -66,8 +66,8 @@ def partly_frozen(config: DecoderConfig, frozen: int) -> Decoder:
 def deep_work(config: DecoderConfig, length: int, tokens: int, frozen: int = 0) -> StepWork:
     """Return the work of a step that supervises every layer and applies the head to each."""
     work = step_work(partly_frozen(config, frozen), length, tokens)
-    # Passes of the head at all layers but the last, which `work` includes: forward, weight gradient
-    # and, unless everything below is frozen, input gradient.
+    # Passes of the head at each layer but the last (`work` includes the last): forward, weight
+    # gradient and, unless everything below is frozen, input gradient.
     passes = 3 * (config.layers - 1) - frozen
     return StepWork(
         work.flops + 2 * passes * config.vocabulary * config.width * tokens, work.parameters

@@ -22,7 +22,7 @@ def bench(
     scale: Annotated[
         Scale,
         typer.Option(
-            help="full: the sizes that --list describes; small: far smaller models and batches."
+            help="full: the sizes that --list describes; small: much smaller models and batches."
         ),
     ] = "full",
     rounds: Annotated[
@@ -30,7 +30,7 @@ def bench(
         typer.Option(
             min=1,
             metavar="N",
-            help="Number of timed rounds of each loop (default: the benchmark's).",
+            help="Number of rounds; in each, every loop is timed once (default: the benchmark's).",
         ),
     ] = None,
     seconds: Annotated[
@@ -38,7 +38,7 @@ def bench(
         typer.Option(
             min=0,
             metavar="S",
-            help="Stop timing a benchmark after S seconds and three rounds.",
+            help="Stop timing a benchmark after S seconds, but not before three rounds.",
         ),
     ] = None,
     data_dir: DataDir = None,
@@ -47,7 +47,7 @@ def bench(
         typer.Option(metavar="FILE", help="Append every result to this file, as a line of JSON."),
     ] = None,
 ) -> None:
-    """Time frostlab's training steps against other loops, and against the device's peak speed."""
+    """Time frostlab's training steps against other training loops and the device's peak speed."""
     benchmarks = chosen(names or [])
     if only_list:
         rows = [

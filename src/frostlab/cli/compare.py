@@ -52,8 +52,8 @@ def compare(
         list[str],
         typer.Argument(
             metavar="COMPARISON",
-            help="Name of a shipped comparison, group or recipe, a YAML file of one, or the "
-            "plan.json of a comparison to carry out again. With --runs: for each arm a run, a "
+            help="Name or YAML file of a comparison, group or recipe, or the plan.json of a "
+            "comparison to carry out again. With --runs, give one argument for each arm: a run, a "
             "folder of runs, or a pattern in quotes, e.g. 'runs/a-*'; the first is the baseline.",
         ),
     ],
@@ -67,7 +67,8 @@ def compare(
         bool,
         typer.Option(
             "--as-published",
-            help="Compare a group as the published studies ran it; verdicts may be confounded.",
+            help="Carry out the comparisons of a group as the published studies did; the verdicts "
+            "may be confounded.",
         ),
     ] = False,
     only: Annotated[
@@ -81,7 +82,8 @@ def compare(
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="Treatments to compare, e.g. baseline,oelm (orthogonal, frozen query and key).",
+            help="Treatments to compare, e.g. baseline,oelm. baseline: change nothing; oelm: make "
+            "query and key orthogonal and freeze them.",
         ),
     ] = None,
     seeds: Annotated[
@@ -100,8 +102,8 @@ def compare(
         str | None,
         typer.Option(
             metavar="SETTING",
-            help="Tune lr or weight decay (decay) for each arm: 1/3, 1 and 3 × the recipe's value, "
-            "each with every seed.",
+            help="Tune a setting, lr or decay (weight decay), for each arm: train with 1/3, 1 and "
+            "3 times the recipe's value, each with every seed.",
         ),
     ] = None,
     rounds: Annotated[
@@ -109,7 +111,7 @@ def compare(
         typer.Option(
             min=0,
             metavar="N",
-            help="Number of extra complete runs of every arm, only to time them.",
+            help="Number of further runs of every arm; they only measure the time of a whole run.",
         ),
     ] = None,
     allow: Annotated[
@@ -117,15 +119,16 @@ def compare(
         typer.Option(
             "--allow-confound",
             metavar="KEY",
-            help="Setting that may differ between arms besides the treatment; the verdict is then "
-            "confounded. Can be repeated.",
+            help="Allow the arms to differ in this setting, too; the verdict is then confounded. "
+            "Can be repeated.",
         ),
     ] = None,
     assay: Annotated[
         bool,
         typer.Option(
             "--assay",
-            help="Also train the baseline with half its steps: a known harm, to be found.",
+            help="Also train the baseline for half its steps. This should come out worse; if it "
+            "does not, the comparison is too insensitive.",
         ),
     ] = False,
     settings: Settings = None,
@@ -133,8 +136,8 @@ def compare(
         bool,
         typer.Option(
             "--quick",
-            help="Try it: short runs and, by default, three seeds (too few for a verdict) and 20 s "
-            "of step timing.",
+            help="Only try the comparison: train short runs. By default, use three seeds (too few "
+            "for a verdict) and 20 s to time steps.",
         ),
     ] = False,
     jobs: Annotated[
@@ -162,10 +165,15 @@ def compare(
     stand_in: StandIn = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train variants of a recipe (arms) that differ in a treatment, and report what it changed.
+    """Train variants (arms) of a recipe with different treatments, and report what these change.
 
-    A group is several comparisons, which run one after another. Run the same command
-    again to continue an interrupted comparison or group.
+    A treatment sets or freezes some of the weights. Every arm is trained with the same
+    seeds, and runs with the same seed are compared in pairs. The verdict on an arm says
+    whether it is better or worse than the baseline arm. A verdict is confounded if the
+    two arms differ in more than the treatment.
+
+    A group is several comparisons, which are carried out one after another. To continue
+    an interrupted comparison or group, run the same command again.
     """
     if runs:
         _refuse_options(context, _WITH_RUNS, "--runs trains nothing")
@@ -275,7 +283,7 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _refuse_group_options(context: typer.Context, source: str) -> None:
-    """Refuse the options of groups for another source; suggest a group with a similar name."""
+    """Refuse options that only groups have, and suggest a group with a name like `source`."""
     for parameter in context.command.params:
         if parameter.name in _FOR_GROUPS and _is_given(context, str(parameter.name)):
             from frostlab.recipe.groups import group_names
@@ -346,12 +354,12 @@ def judge(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Judge a finished comparison, or all finished ones of a group, again from their runs.
+    """Compute the verdicts of a finished comparison, or of a group, again from its runs.
 
-    Nothing is trained.
-
-    This replaces evidence.json, comparison.json, timing.json, the page and the report; for
-    a group, also its summary.
+    Nothing is trained. In a group, all finished comparisons are judged. The files
+    evidence.json, comparison.json, timing.json and comparison.md and the report
+    (report.html and the files of its figures and tables) are replaced; for a group,
+    also summary.json and summary.md.
     """
     from frostlab.records.index import is_group
 

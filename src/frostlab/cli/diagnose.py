@@ -47,13 +47,13 @@ def diagnose(
     ],
     epochs: Annotated[
         int | None,
-        typer.Option(metavar="N", help="For a recipe: epochs to train, divided among its stages."),
+        typer.Option(metavar="N", help="For a recipe: epochs to train, in all stages together."),
     ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help=f"For a recipe: steps to train, divided among its stages (default: {_STEPS}).",
+            help=f"For a recipe: steps to train, in all stages together (default: {_STEPS}).",
         ),
     ] = None,
     settings: Settings = None,
@@ -77,15 +77,19 @@ def diagnose(
 ) -> None:
     """Report which parts of a model do not learn, and why.
 
-    For a run, diagnose reads its records and trains nothing. A recipe is trained
-    first, for --epochs or --steps, and also judged by its targets: its
-    evaluate.target, and for EEG the validation correlation, the gradient of the
-    first layers and the change of their weights. For EEG, diagnose also shows the
-    norm of the gradient and, if something is wrong, what the original study advises.
+    A part is all tensors of one role, such as query, in one layer or outside the layers.
+    For a run, diagnose reads the run's records and trains nothing.
 
-    The exit code is 1 if a part that is not frozen explodes, does not learn or moves
-    without a gradient, if a frozen part moved, if the run diverged, or if a recipe
-    misses a target.
+    A recipe is trained first, for --epochs or --steps. If the recipe has stages (phases
+    that train different weights), they share these epochs or steps. The result is also
+    compared with the recipe's targets: the setting evaluate.target and, for EEG, the
+    validation correlation, the gradient of the first layers and the change of their
+    weights. For EEG, diagnose also shows the norm of the gradient. If something is
+    wrong, it shows what the authors of the published EEG study advise.
+
+    The exit code is 1 if the run diverged, if a frozen part changed, if a recipe missed
+    a target, or if a part that is not frozen explodes, does not learn, or changes
+    without a gradient.
     """
     folder = _find_run(source, runs)
     recipe_options = {"--epochs": epochs, "--steps": steps, "--set": settings, "--seed": seed,
@@ -233,7 +237,7 @@ def _show(
     if targets:
         echo(f"\n{targets_table(targets)}")
     if hints is not None and hints.lines:
-        echo("\nrules of thumb of the EEG study (the source); they do not decide the outcome:")
+        echo("\nrules of thumb of the EEG study (the source), which do not decide the outcome:")
         for line in hints.lines:
             echo("\n".join(wrapped(plain(f"  {line}"), width)))
 

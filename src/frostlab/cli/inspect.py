@@ -1,6 +1,6 @@
 """`frostlab inspect`: show the parts of a model, given directly or by a recipe.
 
-A part is a parameter, or those rows of a fused parameter that have one role, such as query. A
+A part is a parameter, or the rows of a fused parameter that have one role, such as query. A
 model's anatomy is the list of its parts.
 """
 
@@ -32,8 +32,8 @@ def inspect(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A model folder, an architecture such as gpt2, a Hugging Face hub name, "
-            "or a recipe.",
+            help="A model folder, an architecture such as gpt2, the name of a model on the Hugging "
+            "Face hub, or a recipe.",
         ),
     ],
     freeze: Annotated[
@@ -49,7 +49,8 @@ def inspect(
         typer.Option(
             min=1,
             metavar="N",
-            help=f"Sequence length for the savings (default: the recipe's, else {_LENGTH}).",
+            help="Sequence length for which the savings are computed (default: the recipe's; for a "
+            f"model, {_LENGTH}).",
         ),
     ] = None,
     settings: Settings = None,
@@ -59,8 +60,9 @@ def inspect(
 ) -> None:
     """Show a model's parts, which of them are trainable, and how much freezing can save at most.
 
-    No weights and no data are read. From the hub, only a config is downloaded, and
-    with --trust-remote-code the model's code.
+    A part is a parameter or, if query, key and value are fused in one parameter, the rows
+    of one of them. No weights and no data are read. For a model on the Hugging Face hub,
+    only its config is downloaded and, with --trust-remote-code, its code.
     """
     selections = [text for text in freeze.split(",") if text.strip()]
     if freeze and not selections:

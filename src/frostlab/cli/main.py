@@ -71,7 +71,7 @@ def commands(
 ) -> None:
     """Freeze or change parts of a transformer, train it, and measure what that changes.
 
-    Exit codes: 0 success; 1 failure, or a fault found by diagnose, verify or data check;
+    Exit codes: 0 success; 1 failure, or a fault that diagnose, verify or data check found;
     2 bad input.
     """
 
@@ -154,15 +154,18 @@ def _print_anything() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit; in a distributed run, skip the interpreter's shutdown.
+    """Exit; in a distributed run or after using a GPU, skip the interpreter's shutdown.
 
     DDP keeps gloo's threads alive after the process group is destroyed. If such a thread frees a
     tensor during shutdown, the process aborts, and torchrun reports the finished run as failed.
+    Freeing a GPU's memory, and ending the processes that compiled code for it, takes seconds; the
+    system does both when the process has ended.
     """
     distributed = False
     with suppress(BadInput):  # an invalid variable was the error
         distributed = world_size() > 1
-    if distributed:
+    torch = sys.modules.get("torch")
+    if distributed or (torch is not None and torch.cuda.is_initialized()):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -28,7 +28,8 @@ Names = Annotated[
     list[str],
     typer.Argument(
         metavar="NAME",
-        help="Name of a group, a recipe or a public data set, or a YAML file of a group or recipe.",
+        help="Name of a group, a recipe or a public data set, or the YAML file of a group or "
+        "recipe.",
     ),
 ]
 
@@ -52,7 +53,7 @@ def check(
 def fetch(names: Names, settings: Settings = None, data_dir: DataDir = None) -> None:
     """Download the missing data sets, tokenizers and weights into the Hugging Face cache.
 
-    Later runs read them from there; with HF_HUB_OFFLINE=1, they need no network.
+    Later runs read them from there; with HF_HUB_OFFLINE=1, these runs use no network.
     """
     from frostlab.data.fetch import fetch as fetch_need
 
@@ -105,7 +106,7 @@ def _recipes(name: str, settings: dict[str, Any]) -> "dict[str, Recipe]":
 def _lines(needs: "list[Need]") -> list[str]:
     """Return a table of all needs, with notes on those that are missing or incomplete."""
     if not needs:
-        return ["nothing is needed from elsewhere: the data are made on this machine"]
+        return ["nothing needs to be downloaded: the data are generated on this machine"]
     rows = [
         (need.kind, need.name, need.state, _size(need.size), need.place or NONE) for need in needs
     ]

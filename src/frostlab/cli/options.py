@@ -17,14 +17,15 @@ DataDir = Annotated[
     Path | None,
     typer.Option(
         metavar="FOLDER", envvar="FROSTLAB_DATA",
-        help="Folder that holds the data sets, as NAME/SPLIT.jsonl or in another format.",
+        help="Folder that holds the data sets, e.g. as sst2/train.jsonl; other formats are "
+        "possible, too.",
     ),
 ]  # fmt: skip
 Device = Annotated[
     str | None,
     typer.Option(
         "--device", metavar="DEVICE",  # typer 0.27 makes --DEVICE of a metavar alone
-        help="auto, cpu, cuda, cuda:2 or mps (default: the recipe's)."
+        help="Device to use: auto, cpu, cuda, cuda:2 or mps (default: the recipe's)."
     ),
 ]  # fmt: skip
 
@@ -81,7 +82,8 @@ RunName = Annotated[
 RunOrComparison = Annotated[
     str,
     typer.Argument(
-        metavar="RUN|COMPARISON", help="Name of a run or a comparison, its beginning, or a folder.",
+        metavar="RUN|COMPARISON",
+        help="Name of a run or a comparison, the beginning of its name, or its folder.",
         autocompletion=complete_run,
     ),
 ]  # fmt: skip
@@ -99,15 +101,17 @@ ScaleOption = Annotated[
     str | None,
     typer.Option(
         "--scale", metavar="tiny|small|full",
-        help="Fewer examples, fewer steps and, unless pretrained, narrower layers: on 2 cores, a "
-        "run takes seconds (tiny) or minutes (small). full: the recipe's own sizes.",
+        help="tiny, small: make the run smaller, with fewer examples and steps and, unless the "
+        "model is pretrained, narrower layers; on 2 CPU cores, tiny takes seconds and small "
+        "minutes. full: the recipe's own sizes.",
     ),
 ]  # fmt: skip
 StandIn = Annotated[
     bool,
     typer.Option(
         "--stand-in",
-        help="Use built-in data, a learned tokenizer or random weights in place of missing ones.",
+        help="If data, a tokenizer or pretrained weights are missing, use stand-ins: built-in "
+        "data, a newly trained tokenizer, random weights.",
     ),
 ]
 Settings = Annotated[
@@ -129,7 +133,7 @@ TrustRemoteCode = Annotated[
     bool,
     typer.Option(
         "--trust-remote-code", callback=_trust, expose_value=False,
-        help="Run the Python code that comes with the model; read it first.",
+        help="Allow the Python code that comes with the model to run; read this code first.",
     ),
 ]  # fmt: skip
 

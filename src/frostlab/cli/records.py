@@ -70,7 +70,7 @@ def list_runs(
         list[str] | None,
         typer.Option(
             metavar="CONDITIONS", autocompletion=complete_where,
-            help="Show only these runs, e.g. 'treatment=oelm,optim.lr>1e-4'; signs are "
+            help="Show only the runs that fit, e.g. 'treatment=oelm,optim.lr>1e-4'; the signs are "
             "= != < <= > >= and ~ (contains).",
         ),
     ] = None,
@@ -78,8 +78,8 @@ def list_runs(
         str,
         typer.Option(
             metavar="KEYS", autocompletion=complete_keys,
-            help="Sort by these keys; -KEY sorts from the largest, e.g. -accuracy (default: oldest "
-            "first).",
+            help="Sort by these keys; with a minus, e.g. -accuracy, the largest come first "
+            "(default: the oldest run first).",
         ),
     ] = "",
     keys: Annotated[
@@ -87,15 +87,15 @@ def list_runs(
         typer.Option(
             "--columns", metavar="KEYS", autocompletion=complete_keys,
             help="Settings and metrics to show, e.g. optim.lr,loss (default: the settings that "
-            "are not the same in all runs shown). With --group: the numbers to average.",
+            "differ between the runs shown). With --group: the numbers to average.",
         ),
     ] = None,
     group: Annotated[
         str | None,
         typer.Option(
             metavar="KEYS", autocompletion=complete_keys,
-            help="Show means over the runs that agree in these keys; -seed: over the runs that "
-            "differ only in the seed.",
+            help="Show one row, with means, for all runs that have the same values of these keys; "
+            "with -seed, for all runs that differ only in the seed.",
         ),
     ] = None,
     wide: Wide = False,
@@ -104,9 +104,9 @@ def list_runs(
 ) -> None:  # fmt: skip
     """List runs, with their status, settings, results and times.
 
-    A key is a fact (name, status, treatment, seed, data, model, steps, metric, best,
-    step_ms, total_seconds, started, ended, tag, note, error, recipe_digest), a
-    reported metric such as accuracy, or a setting such as optim.lr.
+    The options take keys. A key is a fact of the run (name, status, treatment, seed, data,
+    model, steps, metric, best, step_ms, total_seconds, started, ended, tag, note, error,
+    recipe_digest), a reported metric such as accuracy, or a setting such as optim.lr.
     """
     from frostlab.records.index import list_runs as read_runs
     from frostlab.records.listing import groups_table, runs_table
@@ -145,7 +145,7 @@ def show(
 ) -> None:
     """Show a run (recipe, results, times, environment) or a comparison (conclusions, arms, files).
 
-    Of a group of comparisons, show the summary.
+    For a group of comparisons, the summary is shown.
     """
     from frostlab.records.index import is_comparison, is_group
 
@@ -269,7 +269,7 @@ def diff(
 ) -> None:
     """Show how two runs differ: settings, data, code, environment, metrics, losses.
 
-    Two comparisons can be given, too: then their plans and metrics are compared.
+    For two comparisons, show how their plans and metrics differ.
     """
     from frostlab.records.index import is_comparison, is_group
 
@@ -310,7 +310,10 @@ def note(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="The note, in quotes.")],
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Add a note to a run or a comparison; `show` shows it, and `runs` a run's last note."""
+    """Add a note to a run or a comparison.
+
+    `frostlab show` lists all its notes; `frostlab runs` lists only the last note of each run.
+    """
     from frostlab.records.annotations import add_note
 
     folder = _find(run, runs)
@@ -324,9 +327,10 @@ def tag(
     remove: Annotated[bool, typer.Option("--remove", help="Remove the tag instead.")] = False,
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Tag a run or a comparison; `runs --where tag=TAG` finds runs, and `clean` keeps tagged ones.
+    """Tag a run or a comparison.
 
-    With `clean --keep TAGS`, only these tags keep a run.
+    `frostlab runs --where tag=TAG` lists the runs with a tag. `frostlab clean` keeps all
+    tagged runs or, with --keep, the runs with one of the given tags.
     """
     from frostlab.records.annotations import add_tag, remove_tag
 
@@ -338,11 +342,17 @@ def tag(
 def clean(
     older: Annotated[
         str,
-        typer.Option(metavar="TIME", help="Least age of runs to remove, e.g. 30d, 12h or 2w."),
+        typer.Option(
+            metavar="TIME", help="Remove runs that are older than this, e.g. 30d, 12h or 2w."
+        ),
     ],
     keep: Annotated[
         str,
-        typer.Option(metavar="TAGS", help="Tags that keep a run (tagged: any tag does)."),
+        typer.Option(
+            metavar="TAGS",
+            help="Keep runs that have one of these tags, e.g. paper,best; `tagged` keeps every run "
+            "that has a tag.",
+        ),
     ] = "tagged",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what would be removed.")
@@ -350,14 +360,17 @@ def clean(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     comparisons: Annotated[
         Path,
-        typer.Option(metavar="FOLDER", help="Folder of comparisons whose runs are kept."),
+        typer.Option(
+            metavar="FOLDER", help="Folder of comparisons; the runs that they refer to are kept."
+        ),
     ] = _COMPARISONS,
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Remove old runs, except those that a tag keeps.
+    """Remove old runs, except those with a tag.
 
-    A run that is running, that a comparison refers to, or whose records cannot be
-    read is kept, and a line says so. An unfinished run is as old as its last event.
+    Three other kinds of runs are kept, too: runs in progress, runs that a comparison
+    refers to, and runs whose records cannot be read. A line names each of them. The age
+    of an unfinished run is counted from its last event.
     """
     from frostlab.records.clean import duration, old_runs, remove_run
 
@@ -391,17 +404,17 @@ def verify(
     folder: Annotated[
         Path,
         typer.Argument(
-            metavar="FOLDER", help="Folder of a run or a comparison, or a folder of these."
+            metavar="FOLDER", help="Folder of a run, of a comparison, or of several of them."
         ),
     ],
     as_json: AsJson = False,
 ) -> None:
     """Check that the files of finished runs and comparisons have not changed.
 
-    Each has a manifest with the checksums of its files. One line is printed for every
-    file that was changed, added or removed (in a checkpoint, only for the first), and
-    for every run or comparison without a manifest, which is not checked further; the
-    exit code is then 1.
+    A finished run or comparison has a manifest: a file with the checksums of all its
+    files. verify prints one line for every file that was changed, added or removed, and
+    one for every run or comparison without a manifest. Of a checkpoint, only the first
+    such file is named. If a line is printed, the exit code is 1.
     """
     from frostlab.records.manifest import verify as verify_folder
 

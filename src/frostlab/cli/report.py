@@ -22,15 +22,16 @@ def report(
         typer.Option(
             "--lang",
             metavar="en|zh|ja",
-            help="Language of the verdicts and, for one comparison, of headings and captions.",
+            help="Language of the verdicts; in the report of one comparison, also of headings and "
+            "captions.",
         ),
     ] = "en",
 ) -> None:
     """Write a report: one page that needs no other file, and its figures and tables as files.
 
-    The folder gets report.html, report.md, figures (SVG, PNG and PDF) and tables (CSV
-    and LaTeX). An earlier report is replaced. In a folder of several comparisons, each
-    comparison gets its own report, too, unless that is up to date.
+    These are written to the folder: report.html, report.md, figures (SVG, PNG and PDF)
+    and tables (CSV and LaTeX). An earlier report is replaced. In a folder of several
+    comparisons, every comparison whose own report is not up to date gets a new one, too.
     """
     from frostlab.pages.write import report as write_report
 
@@ -40,7 +41,7 @@ def report(
 def report_at_end(folder: Path, show: bool) -> None:
     """Write the report of a comparison or group that has just been judged, and show its path.
 
-    If that is not possible, one line says why; the comparison is finished all the same.
+    If the report cannot be written, one line says why, and the command goes on.
     """
     from frostlab.pages.write import PAGE
     from frostlab.pages.write import report as write_report

@@ -40,27 +40,30 @@ def recipes(
         typer.Option(
             "--group",
             metavar="GROUP",
-            help="List the experiments and comparisons of a group (a name, or a YAML file).",
+            help="List the experiments and comparisons of this group (its name, or a YAML file).",
         ),
     ] = None,
     details: Annotated[
         bool,
         typer.Option(
             "--details",
-            help="Show each experiment's parameters, tokens, FLOPs, time and memory, in Markdown.",
+            help="Print each experiment's parameters, tokens, FLOPs, time and memory, as Markdown.",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the recipes, comparisons and groups that ship with frostlab.
 
-    The experiments of the published studies (the sources) are recipes, too; --group
-    lists a group's comparisons and its experiments, with their data, method,
-    learning rate, and the result and the time that the sources reported. --json
-    prints a list of objects with the keys kind (recipe, experiment, comparison or
-    group), name and about; with --group, it prints the group and its experiments as
-    one object. --details shows how large and how costly the experiments of the
-    group, or of all groups, are.
+    A recipe describes one training run. A comparison trains variants of a recipe. A
+    group holds experiments of published studies, which are recipes, too, and
+    comparisons of them.
+
+    --group lists the experiments of one group, with their data, method, learning rate,
+    and the result and the time that the studies reported. --details shows the size and
+    the cost of these experiments or, without --group, of all experiments.
+
+    --json prints a list of objects with the keys kind (recipe, experiment, comparison or
+    group), name and about. With --group, it prints the group as one object.
     """
     if details:
         _show_details(group, as_json)
@@ -122,8 +125,8 @@ def _list_group(name: str, as_json: bool) -> None:
         echo(line)
     command = f"frostlab compare {name}"
     for comparisons, text in (
-        (group.published, f"as published, `{command} --as-published`"),
-        (group.fair, f"fair, `{command}`"),
+        (group.published, f"comparisons as published, `{command} --as-published`"),
+        (group.fair, f"comparisons whose arms differ only in what is compared, `{command}`"),
         (group.further, "every model is also evaluated on"),
     ):
         if comparisons:
@@ -143,8 +146,8 @@ def run(
         bool,
         typer.Option(
             "--resume",
-            help="Continue the newest unfinished run of this recipe, or the run in --out; without "
-            "such a run, start one.",
+            help="Continue the newest unfinished run of this recipe, or the run in --out. If there "
+            "is none, start a new run.",
         ),
     ] = False,
     data_dir: DataDir = None,
@@ -169,7 +172,7 @@ def run(
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Train a recipe, record every step, and show the result."""
+    """Train the model that a recipe describes, record every step, and show the result."""
     from frostlab.recipe.load import load_recipe, recipe_name
 
     loaded = load_recipe(recipe, settings_from(settings, device, scale), seed)
@@ -184,6 +187,9 @@ def run(
         folder = runs if out is None else out.parent
         show_check([(recipe_name(recipe), loaded, 1)], folder, data_dir, ["auto"], as_json)
         return
+    from frostlab.devices import find_device, start_device
+
+    start_device(find_device(loaded.train.device))  # while the modules of training are imported
     from frostlab.records.show import show
     from frostlab.timing.clock import process_began
     from frostlab.training.run import run as run_recipe
@@ -215,10 +221,10 @@ def exits(
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Measure the loss and the cost of a finished language model at every layer.
+    """Measure the loss and the cost (FLOPs) of a finished language model at every layer.
 
-    Each layer is evaluated as if the model ended there, with the run's best
-    weights, on the report split, which the run's own result comes from. The losses
+    For each layer, the model is evaluated as if it ended there, with the run's best
+    weights, on the report split (the split that the run's result comes from). The losses
     and costs are also written to exits.json in the run's folder.
     """
     from frostlab.records.index import find_run
@@ -237,10 +243,12 @@ def exits(
 
 
 def envelopes(run: RunName, data_dir: DataDir = None, runs: RunsFolder = Path("runs")) -> None:
-    """Draw the results of a finished EEG run as a page with figures, in the run's folder.
+    """Write a page with figures of the results of a finished EEG run, in the run's folder.
 
-    The page shows the scores, the correlation of every subject, decoded and heard
-    envelopes, temporal kernels, and a scalp map of each electrode's importance.
+    An EEG run decodes envelopes: an envelope is the loudness of speech over time. The
+    page shows the scores, the correlation of decoded and heard envelopes for every
+    subject, examples of both envelopes, the model's temporal kernels, and a scalp map of
+    the importance of each electrode.
     """
     from frostlab.records.index import find_run
 

@@ -34,8 +34,8 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="File or folder to evaluate instead of the run's own data; for EEG, a folder of "
-            "recordings.",
+            help="File or folder with other data to evaluate; for EEG, a folder of recordings "
+            "(default: the run's own data).",
         ),
     ] = None,
     split: Annotated[
@@ -43,9 +43,9 @@ def evaluate(
         typer.Option(
             "--split",
             metavar="SPLIT",
-            help="report (the split that the run's result comes from), tune (the split that "
-            "selects the weights) or "
-            "train; EEG: also unseen (default: report).",
+            help="Split to evaluate: report (the run's result comes from it), tune (it selected "
+            "the weights), train or, for EEG, unseen: subjects that were not trained on (default: "
+            "report).",
         ),
     ] = None,
     settings: Annotated[
@@ -53,7 +53,7 @@ def evaluate(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Change what is evaluated, e.g. data.language=zh; can be repeated.",
+            help="Change a setting of the data, e.g. data.language=zh; can be repeated.",
         ),
     ] = None,
     languages: Annotated[
@@ -71,9 +71,12 @@ def evaluate(
 ) -> None:
     """Evaluate the best weights of a run, on its own data or on other data.
 
-    Only the run's folder is needed, and the data to evaluate. If the run used one
-    process, the report split gives exactly the recorded metrics on the same hardware,
-    with the same libraries and number of threads. Without --out, nothing is written.
+    The best weights are those of the run's best evaluation. Only the run's folder and
+    the data to evaluate are needed. Without --out, nothing is written.
+
+    By default, the report split of the run is evaluated again. This gives exactly the
+    recorded metrics if the run used one process, on the same hardware, with the same
+    libraries and number of threads.
     """
     check_data_dir(data_dir)
     changes = settings_from(settings)
@@ -115,16 +118,17 @@ def predict(
         str,
         typer.Argument(
             metavar="FILE",
-            help="Texts: a .txt file or - (standard input) with one text per line, or a csv, tsv, "
-            "jsonl or parquet file with the recipe's columns. EEG: a file or folder of recordings.",
+            help="For texts: a .txt file or - (standard input) with one text per line, or a csv, "
+            "tsv, jsonl or parquet file with the recipe's columns. For EEG: a recording, or a "
+            "folder of recordings.",
         ),
     ],
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="New file for the predictions: .csv, .tsv or .jsonl; for EEG .npz or .csv "
-            "(default: print them).",
+            help="Write the predictions to this new file: .csv, .tsv or .jsonl; for EEG, .npz or "
+            ".csv (default: print them).",
         ),
     ] = None,
     device: Device = None,
@@ -133,9 +137,10 @@ def predict(
 ) -> None:
     """Predict with the best weights of a run; only the run's folder is needed.
 
-    A classifier gives the class of each text and the probability of every class; a
-    language model gives the loss and the perplexity of each text; an EEG model gives
-    the envelope of each recording.
+    A classifier predicts the class of each text, with the probability of every class. A
+    language model gives the loss and the perplexity of each text. An EEG model decodes,
+    from each recording, the envelope (the loudness over time) of the speech that was
+    heard.
     """
     loaded = _load(runs, run)
     if loaded.recipe.data.task == "envelope":
@@ -240,19 +245,25 @@ def generate(
     samples: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Samples of each run and prompt (default: 5; 1 at temperature 0)."
+            metavar="N",
+            help="Number of samples for each run and prompt (default: 5, or 1 at temperature 0).",
         ),
     ] = None,
     temperature: Annotated[
-        float, typer.Option(metavar="T", help="0 always takes the most probable token.")
+        float,
+        typer.Option(metavar="T", help="Temperature; 0 always takes the most probable token."),
     ] = 0.8,
     top_p: Annotated[
         float,
         typer.Option(
-            metavar="P", help="Draw from the most probable tokens that sum to P; 1: from all."
+            metavar="P",
+            help="Draw from the most probable tokens, whose probabilities sum to P; 1: draw from "
+            "all tokens.",
         ),
     ] = 0.95,
-    tokens: Annotated[int, typer.Option(metavar="N", help="Maximum tokens of a sample.")] = 100,
+    tokens: Annotated[
+        int, typer.Option(metavar="N", help="Maximum number of tokens in a sample.")
+    ] = 100,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the samples.")] = 0,
     device: Device = None,
     runs: RunsFolder = Path("runs"),
@@ -260,9 +271,10 @@ def generate(
 ) -> None:
     """Continue prompts with the language models of one or several runs.
 
-    Samples with the same number are drawn with the same random numbers for every
-    run and prompt. The mark of a sample says where it ended: at the end token (end),
-    after --tokens tokens (length), or at the model's last position (positions).
+    Sample 1 uses the same random numbers for every run and prompt; so does sample 2, and
+    so on. Each sample is printed with the reason why it ended: the model wrote its end
+    token (end), the sample has --tokens tokens (length), or the model has no more
+    positions (positions).
     """
     count = samples if samples is not None else 5 if temperature else 1
     loaded = list(dict.fromkeys(_load(runs, name) for name in names))
@@ -292,12 +304,12 @@ def export(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new or empty folder.")],
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Write a run as a Hugging Face folder, which transformers loads without frostlab.
+    """Write the model of a run as a Hugging Face folder; transformers loads it without frostlab.
 
     The folder holds the config, the best weights, the tokenizer, the names of the
-    classes, and a model card with the run's data, training and results. The head of
-    frostlab's own classifiers is a separate file, and the card has the code that adds
-    it. A run that decodes EEG cannot be exported.
+    classes, and a model card with the run's data, training and results. If the model is
+    a classifier of frostlab's own, its head is a separate file, and the model card has
+    the code that adds it. A run that decodes EEG cannot be exported.
     """
     echo(plain(str(_load(runs, run).export(folder))))
 

@@ -71,12 +71,12 @@ def interval_text(low: float | None, high: float | None, log: bool) -> str:
 class Limit:
     """The margin (how much worse an arm may be), and whether the interval stays within it."""
 
-    # yes: the arm is not worse by more; no: it is worse by more; not shown: neither is shown
+    # yes: the arm is within the margin; no: it is worse by more; not shown: neither is shown
     answer: Literal["yes", "no", "not shown"]
     limit: float  # the margin as in `Rules.margin`, such as a factor of the error rate
     cost: float | None  # the margin as a difference or ratio, like the effect
     largest: float | None  # how much worse the arm may be, by the interval; None: unbounded
-    probability_above: float | None  # posterior probability of being worse by more
+    probability_above: float | None  # posterior probability of a cost above the margin
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class ArmVerdict:
     improvement: float | None  # how often a run of the arm beats one of the other arm
     population: Effect | None  # effect for other test examples; only for accuracy
     skewed: float | None  # notable skewness of the differences, or its mean over pooled arms
-    missing: dict[str, int]  # by arm: runs without a finite value, of the paired seeds
+    missing: dict[str, int]  # by arm: number of runs of the paired seeds without a finite value
     together: tuple[str, ...]  # factors that differ together, if several (`Plan.together`)
     notes: tuple[str, ...]  # remarks, such as why a run has no value
 
@@ -299,7 +299,7 @@ class Quantity:
     """One quantity of gradient flow or of EEG segments, summarized over an arm's seeds."""
 
     summary: Summary | None  # None if no run has the quantity
-    against: Effect | None  # ratio (flow) or difference (EEG) to the baseline; None for it
+    against: Effect | None  # ratio (flow) or difference (EEG) to the baseline
 
 
 @dataclass(frozen=True)

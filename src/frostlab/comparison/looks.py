@@ -1,7 +1,7 @@
 """Looks at results, counted over all comparisons that ask the same question.
 
-A look is one analysis of the results. Whoever looks again, with more seeds, another metric or
-another folder, gets another chance of a false alarm. So every new look with enough seeds for a
+A look is one analysis of the results. Every further look, with more seeds, another metric or
+another folder, is another chance of a false alarm. So every new look with enough seeds for a
 verdict is registered in the user's cache, and a comparison counts the looks of its siblings: the
 comparisons of the same recipe that share at least two of its arms (variants of the recipe).
 """

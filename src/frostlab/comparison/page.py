@@ -211,7 +211,7 @@ def _planned_questions(evidence: Evidence) -> str:
 
 
 def _default_questions(evidence: Evidence) -> str:
-    """Answer the five questions of the OELM study about the OELM arm, else the first other arm.
+    """Answer the OELM study's five questions about the OELM arm or, without one, the first arm.
 
     OELM freezes orthogonal query and key weights. The text is empty if the plan has questions.
     """
@@ -313,9 +313,8 @@ def _subjects(evidence: Evidence) -> str:
     note = (
         "Tests are paired by subject: a subject's mean Fisher z over the seeds, with the arm "
         f"and with {escaped(evidence.baseline)}. `report`: other recordings of the training "
-        "subjects (or "
-        "other parts of the same ones, if the files are so split); `unseen`: subjects held out "
-        "of training. The ridge decoder is the same for every seed."
+        "subjects (or other parts of the same recordings, if the files are split in that way); "
+        "`unseen`: subjects held out of training. The ridge decoder is the same for every seed."
     )
     return "\n\n".join([note, *parts])
 

@@ -488,7 +488,7 @@ class _Sources:
 
     @classmethod
     def first(cls, plan: Plan, facts: Mapping[tuple[str, int], PairingFacts]) -> "_Sources":
-        """Take the first finished runs, the baseline's before those of other arms."""
+        """Take the first finished runs; the baseline's runs come first."""
         ordered = sorted(facts, key=lambda key: key[0] != plan.baseline.name)
         weights: dict[str, tuple[int, str | None]] = {}
         for arm, seed in ordered:

@@ -174,8 +174,8 @@ def compare(
         metric: the metric that decides the verdicts; by default the recipe's metric.
         alpha: the allowed rate of false alarms, over all arms.
         minimum_effect: the smallest effect of interest; verdicts say if an effect is smaller.
-        margin: how much worse than the baseline an arm may be; verdicts say whether more is
-            excluded. A factor of perplexity or of the error rate; a difference of other metrics.
+        margin: how much worse than the baseline an arm may be; verdicts say whether a larger cost
+            is excluded. It is a factor for perplexity and error rates, else a difference.
         tune: the settings to tune for each arm: `lr`, `decay`, `{key, values}`, or a list of such
             mappings. Every value is trained with every seed.
         allow_confounds: settings that may differ between arms; the verdict is then "confounded".
@@ -419,7 +419,7 @@ def _jobs(folder: ComparisonFolder, runner: Runner | Finished, trials: Trials) -
 
 
 def _run_trials(plan: Plan, folder: ComparisonFolder, runner: Runner | Finished) -> Trials:
-    """Train every arm, seed and tuned setting, and store the grids; or read the plan's runs."""
+    """Train every arm with every seed and tuned value, or read the runs that the plan lists."""
     if plan.runs:
         return chosen_trials(plan, folder.path)
     values = folder.read("tuning.json")
@@ -553,7 +553,7 @@ def _time_steps(
 def _shortened(
     plan: Plan, folder: ComparisonFolder, timing: StepTiming | None, runner: Runner | Finished
 ) -> Plan:
-    """Return the plan with so few steps per run that all runs train for about one minute in total.
+    """Return the plan with fewer steps per run: all runs together train for about one minute.
 
     A run has at least `_QUICK_LEAST` steps, but never more than planned. The number of steps is
     stored, so that later calls reuse it.

@@ -249,8 +249,8 @@ class ComparisonFolder:
         """Lock the folder, write the plan, and yield it with the seeds of earlier calls.
 
         A stored plan with another digest is an error. The lock keeps other comparisons from writing
-        to the folder. `looks` are stored with a new plan: the looks in the folder of the original,
-        if a plan is carried out again. A look is one analysis of the results.
+        to the folder. If a plan is carried out again, `looks` are the looks (analyses of the
+        results) of the original comparison; they are stored with the new plan.
         """
         if self.path.exists() and not self.path.is_dir():
             raise BadInput(f"{self.path} is a file; choose another folder with --out")
@@ -304,7 +304,7 @@ class ComparisonFolder:
         return plan
 
     def check_inputs(self) -> None:
-        """Refuse files that later calls read again if they were changed after the last call.
+        """Refuse the files that every call reads if they were changed after the last call.
 
         A file that was deleted is not refused.
         """

@@ -3,7 +3,7 @@
 All arms (variants of one recipe) run in one process and take blocks of steps in turn; one round is
 one block of every arm. The controls are further copies of the baseline, which differ only in their
 memory addresses. An arm is called faster or slower only if it differs from the copies by more than
-they differ from each other. If a control does so, the timing proves nothing about the arms.
+they differ from each other. If a control differs that much, the timing proves nothing.
 """
 
 import gc
@@ -73,7 +73,7 @@ _SHORTEST_BLOCK = 0.2  # seconds that a block should take at least
 _SHORTEST_BLOCK_AHEAD = 0.05  # the same on a device that works asynchronously, such as a GPU
 _TRIAL_BATCHES = 4  # enough to estimate the time of a step
 _WARM_UP_SECONDS = 10.0  # after this time, warm-up with eager steps drops the remaining batches
-# torch.compile stops compiling a function after so many recompilations. All arms share the limit,
+# torch.compile stops compiling a function after this many recompilations. All arms share the limit,
 # because they share the classes of layers.
 _RECOMPILE_LIMIT = 256
 

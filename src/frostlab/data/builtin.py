@@ -146,8 +146,8 @@ def _pairs(
     """Pair summaries with bodies, in equal numbers of pairs for each of two or three kinds.
 
     The body belongs to the summary (label 1), to another docstring of the package (0) or, with
-    three kinds, to one of another package, from `elsewhere` (2). Docstrings that are left over are
-    not used. A single mismatched summary gets the body of the first docstring.
+    three kinds, to a docstring of another package, from `elsewhere` (2). Docstrings that are left
+    over are not used. A single mismatched summary gets the body of the first docstring.
     """
     share = len(docs) // kinds
     rows = [(doc.summary, doc.body, 1) for doc in docs[:share]]
@@ -297,7 +297,7 @@ def majority(data: Synthetic, count: int, random: np.random.Generator) -> tuple[
 
 
 def recall(data: Synthetic, count: int, random: np.random.Generator) -> tuple[Ids, Ids]:
-    """Draw sequences of key, value, key, value, …, and one of the keys; its value is the class."""
+    """Draw sequences of keys and values that end with a key; the value of that key is the class."""
     pairs = min(data.symbols, (data.length - 1) // 2)
     keys = random.permuted(np.tile(np.arange(data.symbols), (count, 1)), axis=1)[:, :pairs]
     values = random.integers(data.symbols, size=(count, pairs))

@@ -53,10 +53,10 @@ def columns_of(data: TextData) -> Columns:
 
 
 def given_split(path: str | Path, role: str, key: str, named: object = None) -> Split:
-    """Return a file as a split; of a folder, take the file for this role, or its only file.
+    """Return a file as a split; in a folder, take the file for this role, or the only file.
 
-    `key` names the option that gave the path, for messages. `named` is the recipe's name of the
-    role's split, if it has one.
+    `key` is the option that gave the path; messages show it. If the recipe names a split for this
+    role, `named` is that name, and a file of that name is preferred.
     """
     place = named_path(str(path), key)
     if place.is_dir():
@@ -104,8 +104,8 @@ def recipe_split(
         split = getattr(plan_splits(data, data_dir, cache), role)
     if not isinstance(split, Split):
         raise BadInput(
-            f"the {role} split of data.name {data.name} is a share of train; evaluate it as in "
-            "the run, without settings, or name a file with --data"
+            f"the {role} split of data.name {data.name} is a share of train; evaluate it "
+            "without --set, or name a file with --data"
         )
     return split
 

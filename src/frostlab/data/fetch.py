@@ -54,7 +54,7 @@ class Need:
 
     @property
     def state(self) -> Literal["here", "in part", "missing"]:
-        """Whether it is here as a whole, in part, or not in a usable form."""
+        """Whether it is on this machine, is there only in part, or is missing or unusable."""
         if self.place is None or self.problem is not None:
             return "missing"
         incomplete = any(here < whole for here, whole in (self.rows or {}).values())

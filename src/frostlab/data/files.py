@@ -25,7 +25,7 @@ LINE = 16 << 20  # the most bytes of a line, of a row of a table, and of a text 
 LABEL = 1000  # the most characters of a label
 # A .gz or .npz may unpack to UNPACKED bytes or, if that is more, to RATIO times its own size.
 UNPACKED = 1 << 20
-RATIO = 100  # text shrinks 3 to 20 times, and a file of one repeated character 1,000 times
+RATIO = 100  # gzip makes text 3 to 20 times smaller, and one repeated character 1,000 times
 WORD = 512  # characters of a word that may be cut: BPE takes quadratic time in a word's length
 _SPACE = re.compile(r"\s")
 _WORD_END = re.compile(r"(?<=\S)\s")  # the first white space after a word
@@ -80,7 +80,7 @@ def named_path(name: str, key: str) -> Path:
 def read_lines(path: Path, columns: Iterable[str] = ()) -> Iterator[Line]:
     """Yield the rows of a table, each with the number of its last line (parquet: its row number).
 
-    Of a parquet file, only `columns` are read, if any are given.
+    If `columns` are given, only these are read from a parquet file.
     """
     try:
         with _opened(path) as file:
@@ -255,8 +255,8 @@ def _table(path: Path, file: IO[bytes], *, tabs: bool) -> Iterator[Line]:
                 yield reader.line_num, dict(zip(header, cells, strict=True))
             else:
                 raise BadInput(
-                    f"{path}:{reader.line_num}: the row has {len(cells)} columns, the header "
-                    f"{len(header)}"
+                    f"{path}:{reader.line_num}: the row has {len(cells)} columns, but the "
+                    f"header has {len(header)}"
                 )
     except csv.Error as error:
         problem, hint = str(error), "; quote cells as pandas does, or use jsonl" if tabs else ""

@@ -115,7 +115,7 @@ def _page_header(path: Path, file: IO[bytes], start: int) -> tuple[int, int, int
             fields = header.struct()
             sizes = int(fields[2]), int(fields[3])  # of PageHeader
             return *sizes, header.position
-        except IndexError:  # the header goes on
+        except IndexError:  # the header is longer than the bytes read
             continue
         except (KeyError, TypeError, ValueError):
             break

@@ -99,7 +99,7 @@ class _TextFacts:
 
     vocabulary: int
     pad: int
-    # By role, without source and files, because a copy of the text elsewhere shares this entry.
+    # By role, without source and files, because a copy of the text in another folder shares it.
     splits: dict[str, SplitRecord]
 
 
@@ -389,7 +389,7 @@ class _TextPreparation:
         splits = {role: self._encode(p, encoder, folder, role) for role, p in portions.items()}
         for role, split in self.splits.items():
             if split.stamp() != self.stamps[role]:
-                raise BadInput(f"{split.place} changed while it was read; run it again")
+                raise BadInput(f"{split.place} changed while it was read; run the command again")
         save_facts(folder, _TextFacts(encoder.vocabulary, encoder.pad, splits))
 
     def _train_tokenizer(self, portions: dict[str, Portion]) -> Path:

@@ -337,7 +337,7 @@ def _assign_roles(
     label: str = "label",
     training: dict[str, Split] | None = None,
 ) -> SplitPlan:
-    """Choose each role's split by the recipe, else by the defaults.
+    """Choose the split of each role: the recipe's or, if it names none, the default.
 
     If `training` is given, train is one of its splits, and the other roles have splits of `splits`.
     """
@@ -413,7 +413,7 @@ def check_language(name: str, language: str) -> None:
 
 
 def data_folder(data_dir: Path | None) -> Path | None:
-    """Return the user's data folder: the given one, or that of FROSTLAB_DATA; None if neither."""
+    """Return the user's data folder: `data_dir`, or the one in FROSTLAB_DATA, or None."""
     folder = data_dir or (Path(env) if (env := os.environ.get("FROSTLAB_DATA")) else None)
     if folder is None:
         return None

@@ -37,7 +37,7 @@ class LengthRecord:
 class SplitRecord:
     """One split: its source, its examples, and the rows that did not become examples.
 
-    For labelled text, `rows` less all of `carved` and `dropped` is `examples`.
+    For labelled text, `examples` is `rows` minus the sums of `carved` and `dropped`.
     """
 
     source: str  # absolute path, hub name and revision, or name of generated or registered data

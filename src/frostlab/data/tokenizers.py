@@ -175,7 +175,7 @@ class Fast:
         return [(encoding.ids, (*encoding.type_ids, 1).index(1)) for encoding in encoded]
 
     def _single(self, texts: list[str], length: int) -> list[list[int]]:
-        """Encode the beginning of each text; if this is too short for `length`, the whole text."""
+        """Encode the beginning of each text, or the whole text if that is not `length` tokens."""
         can_cut = self.backend.pre_tokenizer is not None  # then no token crosses the end of a word
         heads = [text[: word_end(text, HEAD * length)] if can_cut else text for text in texts]
         encoded = self._encode(heads)

@@ -23,7 +23,7 @@ ScoresBySplit = Mapping[str, Mapping[str, EnvelopeScores]]  # by split, then by 
 
 @dataclass(frozen=True)
 class ChallengeScore:
-    """The score of one decoder, and the mean and spread over subjects of their mean r, by group."""
+    """The score of one decoder; for each group, mean and spread of the subjects' mean r."""
 
     seen: Spread | None  # None if the scores have no such subjects
     unseen: Spread | None
@@ -80,7 +80,7 @@ def _group(spread: Spread | None) -> str:
 def subjects_table(scores: ScoresBySplit, most: int | None = _MOST_LINES) -> str:
     """Return r of each subject's segments by decoder, as mean ± standard deviation.
 
-    With `most`, a longer table is cut off after so many subjects, and says how many are left out.
+    With `most`, only that many subjects are shown, and a last line counts the others.
     """
     decoders = list(dict.fromkeys(name for by_decoder in scores.values() for name in by_decoder))
     rows: list[list[str]] = []

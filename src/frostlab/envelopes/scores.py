@@ -66,7 +66,7 @@ class RecordingScore:
     samples: int
     r: float
     r_other: float | None  # r with the envelope of the ignored speaker; None with one speaker
-    segments: tuple[float, ...]  # r of every segment; of a shorter recording, r of all of it
+    segments: tuple[float, ...]  # r of every segment; a shorter recording is one segment
     null: Null
     match: Tally  # decisions between the envelope of a window and a wrong envelope
     attended: Tally | None  # decisions between the attended and the ignored speaker

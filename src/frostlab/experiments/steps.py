@@ -60,7 +60,7 @@ def measured_steps() -> dict[Step, Measured]:
 
 
 def read_measured(lines: Iterable[str]) -> dict[Step, Measured]:
-    """Read lines of benchmarks/catalogue.py; of two lines about one step, the last one counts."""
+    """Read lines of benchmarks/catalogue.py; the last line about a step counts."""
     return {
         Step(*(line[name] for name in Step._fields)): Measured(
             *(line[value.name] for value in fields(Measured))
@@ -143,7 +143,7 @@ def training_examples(recipe: Recipe) -> int | None:
 
 
 def _model_of(recipe: Recipe, models: Models) -> tuple[nn.Module, Anatomy]:
-    """Build a recipe's model; recipes without stages share those that are equal."""
+    """Build a recipe's model; recipes without stages share equal models."""
     settings = (recipe.model, recipe.tokenizer, recipe.data)
     key = digest_of([part and part.model_dump(mode="json") for part in settings])
     if key not in models or recipe.stages:

@@ -96,7 +96,7 @@ class ComparisonSummary:
     baseline_treated: str | None = None
     oelm: str | None = None  # the arm with orthogonal frozen query and key weights
     arms: tuple[ArmSummary, ...] = ()
-    questions: tuple[Answered, ...] = ()  # the plan's own; else, with an OELM arm, the five
+    questions: tuple[Answered, ...] = ()  # the plan's or, with an OELM arm, the OELM study's
 
     @property
     def oelm_arm(self) -> ArmSummary | None:
@@ -270,8 +270,8 @@ def _experiments(group: Group, as_published: bool, name: str, evidence: Evidence
     """Return the sources' experiment that corresponds to each arm, where one does.
 
     As published, the arms are the experiments. In a fair comparison, the baseline corresponds to
-    the baseline of the published comparison with the same name, and another arm to the one
-    experiment there that has its treatment, if this is not the published baseline's.
+    the baseline of the published comparison with the same name. Any other arm corresponds to the
+    only experiment there that has its treatment, unless the published baseline has it, too.
     """
     if name not in group.published:
         return {}

@@ -4,10 +4,12 @@ Each measured training step has a `Report`, to which `Activity` adds its measure
 
 Units are measured at the output of the modules in `ONE_SIDED` and `BOUNDED` and, if the
 architecture is known, at the input of every feed-forward network's last projection (role `down`).
-Functions such as F.relu are not measured elsewhere. Attention is measured where the model calls
-F.scaled_dot_product_attention, or a softmax of a tensor with four axes, which are taken as (batch,
-heads, queries, keys). Attention inside nn.MultiheadAttention is not measured, nor that of packed
-sequences in half precision on a GPU, which calls the flash kernel directly.
+Functions such as F.relu are measured only at that input.
+
+Attention is measured where the model calls F.scaled_dot_product_attention, or a softmax of a tensor
+with four axes, which are taken as (batch, heads, queries, keys). Attention inside
+nn.MultiheadAttention is not measured, nor is the attention of packed sequences in half precision on
+a GPU, which calls the flash kernel directly.
 """
 
 import math

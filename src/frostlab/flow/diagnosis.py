@@ -65,7 +65,7 @@ class Diagnosis:
     error: str | None
     step: int | None
     metric: str | None
-    value: float | None  # best value of the metric; of an unfinished run, the best so far
+    value: float | None  # best value of the metric; for an unfinished run, the best so far
     flows: dict[str, Flow]
     wanted: dict[str, float] = field(default_factory=lambda: dict(FLOW_TARGETS))  # name → target
 

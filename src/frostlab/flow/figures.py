@@ -81,8 +81,8 @@ class Grid:
 def rows_of(flow: "Flow", most: int) -> tuple[Row, ...]:
     """Return one row per part or, for more than `most` parts, one row per layer.
 
-    Then each part with an alarming verdict also has a row of its own, unless the verdicts on all
-    parts of its layer are alarming.
+    Among rows of layers, each part with an alarming verdict also has a row of its own, unless the
+    verdicts on all parts of its layer are alarming.
     """
     if len(flow.parts) <= most:
         return tuple(Row(part.name, (i,)) for i, part in enumerate(flow.parts))
@@ -154,8 +154,8 @@ def _number(value: float) -> Cell:
 def _joined(cells: Sequence[Cell]) -> Cell:
     """Merge the cells of several reports into one cell.
 
-    It is BROKEN if any of them is, otherwise the median of their numbers or, without numbers, the
-    last of them.
+    The result is BROKEN if any of the cells is. Otherwise, it is the median of their numbers or, if
+    they have no numbers, the last cell.
     """
     if len(cells) == 1 or any(cell.kind == BROKEN for cell in cells):
         return next((cell for cell in cells if cell.kind == BROKEN), cells[0])

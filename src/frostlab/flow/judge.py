@@ -386,8 +386,8 @@ def _scaled(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | Non
         return None
     return PartVerdict(
         SCALED,
-        f"gradients of its layer are steadily {math.exp(least):.3g} × its neighbours', its "
-        f"updates are not: {recent.flow.optimizer} divides a constant factor out",
+        f"gradients of its layer are steadily {math.exp(least):.3g} × its neighbours', but "
+        f"its updates are not: {recent.flow.optimizer} divides a constant factor out",
         "give it a learning rate of its own instead",
     )
 
@@ -413,7 +413,7 @@ def _cause_of(recent: RecentReports, i: int, part: PartFacts) -> tuple[str, str]
         why = "its gradient is exactly zero"
         hint = "look for dead units, a mask, or a closed gate"
     elif recent.rate(part) < rules.slow * max(rates, default=0.0):
-        return (f"its learning rate is {recent.rate(part):.1e}, the largest {max(rates):.1e}",
+        return (f"its learning rate is {recent.rate(part):.1e}; the largest is {max(rates):.1e}",
                 "look at its group in the optimizer")  # fmt: skip
     elif recent.vanishes(i):
         amount = f"{size / largest:.1e} of the largest" if size else "down to zero"

@@ -224,7 +224,7 @@ class Probe:
         self.views["energy"].copy_(self._energy)
 
     def _measure_distance(self, weights: list[Tensor]) -> None:
-        """Measure |start|²; |weight - start|² and weight·start view by view, to save memory."""
+        """Measure |start|² and, view by view to save memory, |weight - start|² and weight·start."""
 
         def distances(views: Views) -> list[Tensor]:
             return [(a - b).float().norm().square() for a, b in zip(*views, strict=True)]

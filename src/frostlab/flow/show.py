@@ -230,14 +230,14 @@ _PAGE = """
 </tbody></table>
 {% if depth %}
 <h2>Front and output</h2>
-<p>The largest absolute gradient of a tensor, averaged over the first two layers, is
-<strong>{{ depth.front }}</strong> times the head's: <strong>{{ depth.word }}</strong>
-{%- if alarm %} (above {{ wanted.front_ratio }} is wanted){% endif %}. For the last two layers, it
-is {{ depth.back }}.
+<p>For each tensor, the largest absolute gradient is taken. Its average over the first two layers is
+<strong>{{ depth.front }}</strong> times the head's average: <strong>{{ depth.word }}</strong>
+{%- if alarm %} (more than {{ wanted.front_ratio }} is wanted){% endif %}. Its average over the last
+two layers is {{ depth.back }} times the head's.
 {% if depth.change %}
-The range (largest minus smallest weight) of a tensor in the first two layers changed by
-<strong>{{ depth.change }}</strong> on average, relative to the first report
-{%- if alarm %} (above {{ wanted.weight_change }} is wanted){% endif %}.
+Since the first report, the range (largest minus smallest weight) of a tensor in the first two
+layers has changed by a fraction of <strong>{{ depth.change }}</strong> on average
+{%- if alarm %} (more than {{ wanted.weight_change }} is wanted){% endif %}.
 {% endif %}
 </p>
 {% endif %}
@@ -331,11 +331,12 @@ def _shown_depth(flow: "Flow") -> dict[str, str]:
 
 def _heat_key(flow: "Flow") -> str:
     key = (
-        "Rows are parts (all tensors of one role in a layer or outside the layers, or of one "
-        "module) or whole layers; a column is a measured step (a report) or, with many, the median "
-        "of several, labelled with the last. Brighter is larger; the colours "
-        f"span at most {DECADES} powers of ten. Signs: · frozen, 0 zero, - no gradient, ! NaN or "
-        "infinity. The numbers of the last report are in the table below."
+        "A row is a part (all tensors of one role in a layer or outside the layers, or all tensors "
+        "of one module) or a whole layer. A column is a report (a measured step). If there are too "
+        "many reports, a column is the median of several reports, labelled with the last of them. "
+        f"Brighter is larger; the colours span at most {DECADES} powers of ten. "
+        "Signs: · frozen, 0 zero, - no gradient, ! NaN or infinity. The numbers of "
+        "the last report are in the table below."
     )
     return f"{key} Only the first {MOST_ROWS} rows are drawn." if too_many_rows(flow) else key
 

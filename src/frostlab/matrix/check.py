@@ -26,6 +26,7 @@ from frostlab.training.batches.feed import Feed
 from frostlab.training.distributed import Compute
 from frostlab.training.setup import (
     assemble,
+    build_first_stage,
     choose_precision,
     default_modes,
     make_feed,
@@ -95,7 +96,8 @@ def _check(name: str, recipe: Recipe, runs: int, data_dir: Path | None, device: 
         prepared = prepare(recipe, data_dir)
         task.check(prepared)
         meter = Meter(place)
-        assembly = assemble(recipe, prepared, task, compute)
+        first = build_first_stage(recipe, prepared, task, compute.precision)
+        assembly = assemble(first, recipe, prepared, task, compute)
         current = assembly.current
         current.objective.train()
         feed = make_feed(current, recipe, prepared, task, compute)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from frostlab.errors import BadInput
 from frostlab.models.attention import attend
+from frostlab.models.depthwise import Depthwise
 from frostlab.recipe.model import LONGEST
 
 Residual = Literal["none", "plain", "gated"]
@@ -178,23 +179,6 @@ def by_distance(scores: Tensor) -> Tensor:
     return shifted[..., 1:, :].flatten(-2).unflatten(-1, (length, -1))[..., :length]
 
 
-class Depthwise(nn.Conv1d):
-    """A depthwise convolution along time over (B, T, width), without a transposed copy.
-
-    The input is viewed as a channels-last image of one row, because the CUDA kernels for this
-    format are faster than the kernels for (B, width, T).
-    """
-
-    def __init__(self, width: int, kernel: int) -> None:
-        super().__init__(width, width, kernel, padding=kernel // 2, groups=width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        image, weight = x.transpose(1, 2)[:, :, None], self.weight[:, :, None]
-        padding = (0, self.weight.shape[-1] // 2)
-        mixed = F.conv2d(image, weight, self.bias, padding=padding, groups=self.groups)
-        return mixed[:, :, 0].transpose(1, 2)
-
-
 class Convolution(nn.Module):
     """A gated linear unit, a depthwise convolution along time, a norm, swish and a projection.
 
@@ -232,7 +216,7 @@ def _norm(kind: Norm, width: int) -> nn.Module:
 class ConformerLayer(nn.Module):
     """Feed-forward network, attention, convolution and feed-forward network, then a norm.
 
-    The output of each is added to its input, for the feed-forward networks with the factor 0.5.
+    The output of each module is added to its input; feed-forward outputs are halved before that.
     """
 
     def __init__(self, config: ConformerConfig) -> None:
@@ -325,6 +309,8 @@ def scale_gradient(x: Tensor, scale: float) -> Tensor:
 
 class Conformer(nn.Module):
     """A Conformer that decodes a speech envelope from EEG, sample by sample."""
+
+    compiled_parts = ("cnn", "channels", "gate", "head")  # in addition to the layers
 
     def __init__(self, config: ConformerConfig) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Stand-ins: built-in data, learned tokenizers and random weights in place of missing ones.
 
 A stand-in has the form of the missing data or model: as many classes, pairs for pairs, running text
-for running text, EEG for EEG, the same architecture (narrower below full scale). Nothing else is
-replaced, and a user's own text never is. The recipe records a stand-in in `stands_for`, and its
-runs show a warning with their results.
+for running text, EEG for EEG, the same architecture (narrower below full scale). A user's own text
+and everything that is available are never replaced. The recipe records a stand-in in `stands_for`,
+and its runs show a warning with their results.
 """
 
 from collections.abc import Callable, Iterator

@@ -279,13 +279,15 @@ def methods(compared: "Compared") -> list[Block]:
     """Return a paragraph for a paper and an entry for its bibliography."""
     evidence, plan = compared.evidence, compared.evidence.plan
     metric, ratio = plain(evidence.rules.metric), evidence.rules.log
+    other_models = any(key.partition(".")[0] == "model" for key in plan.vary)
     pieces: list[str | Cell] = [
         "We compared ", compared.cell("plan", "arms", format="length"), " arms of one recipe (",
         compared.records.cell(COMPARISON, "model", format="text"), " on ",
         compared.records.cell(COMPARISON, "dataset", format="text"), ") with ",
         compared.cell("plan", "seeds", format="length"),
         " seeds each; arms with the same seed see the same examples in the same order, and start "
-        "from the same weights, except for those that a treatment changes. ",
+        "from the same weights, except for those that a treatment changes",
+        "; arms whose models differ start from different weights. " if other_models else ". ",
     ]  # fmt: skip
     for name in compared.arms:
         pieces += [f"In the arm {plain(name)}, the treatment is: ",
@@ -315,7 +317,7 @@ def methods(compared: "Compared") -> list[Block]:
         commit = ["  note = {commit ", compared.cell("made", "commit", format="text"), "},\n"]
     entry = Listing((
         "@software{frostlab,\n  title = {frostlab: which weights of a transformer learn, and what "
-        "does it change?},\n  author = {{The frostlab authors}},\n  version = {",
+        "difference does that make?},\n  author = {{The frostlab authors}},\n  version = {",
         compared.cell("made", "versions", "frostlab", format="text"), "},\n  year = {",
         compared.cell("made", "ended", format="year"), "},\n", *commit, "}",
     ))  # fmt: skip

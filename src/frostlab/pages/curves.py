@@ -19,7 +19,7 @@ from frostlab.typed import parse
 
 POINTS = 200  # of a curve, at most
 _ALL_POINTS = 2000  # of all curves of a figure, about
-_FEWEST = 50  # points that a curve has in any figure, if it has so many
+_FEWEST = 50  # points that a curve keeps in any figure, unless it has fewer
 # an event of any other kind than those that a curve needs
 _SKIPPED = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(?!(?:step|evaluation|resume)")\w+"')
 _EVENTS = "events.jsonl"
@@ -115,8 +115,8 @@ def _read(
 ) -> tuple[Curve, list[tuple[int, int]]]:
     """Return the curve without events that a resumed run repeated.
 
-    Also return the line and the step at which the run was resumed, each time; `resumed` are those
-    that are already known.
+    Also return the line and the step of every resume; `resumed` has the resumes that are already
+    known.
     """
     evaluations: dict[int, Evaluation] = {}
     losses, times = _Average(span), _Average(span)
@@ -204,8 +204,8 @@ def mean_points(
 ) -> list[dict[str, Any]]:
     """Return the mean over runs by step, with the band mean ± standard deviation.
 
-    On a logarithmic scale these are the geometric mean and standard deviation. `places` are the
-    runs' positions on the x axis by step, whose means are used; by default x is the step. A point
+    On a logarithmic scale these are the geometric mean and standard deviation. `places` has each
+    run's positions on the x axis by step, and x is their mean; by default x is the step. A point
     of one run has no band. If there are more than `most` steps, the points are `thinned`.
     """
     points = []

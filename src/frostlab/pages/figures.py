@@ -15,7 +15,7 @@ from frostlab.charts import GREY, LABEL, PALETTE, PARTS, RED, SHAPES, require_dr
 Rows = Sequence[dict[str, Any]]
 _Values = ParamSpec("_Values")
 WIDTH = 640  # pixels of a plot
-_PANEL = 280  # pixels of a plot beside another one
+_PANEL = 280  # pixels of a plot next to another one
 _REACH = 4.0  # an axis reaches at most this many times the points' range beyond them
 # like `charts.label`: a long name loses its beginning, because its end says more
 _SHORT = f"length(datum.label) > {LABEL} ? '…' + slice(datum.label, {1 - LABEL}) : datum.label"
@@ -284,7 +284,7 @@ def curves(
     """Draw the mean of each arm's runs as a line with a band.
 
     Points have arm, x, mean, low, high, runs, text, `all` (whether every run of the arm has a
-    value; elsewhere the line is dashed), `turn` (whether it is the last point before the dashed
+    value; if not, the line is dashed), `turn` (whether it is the last point before the dashed
     part) and `dot` (whether it has a symbol). `short` shows numbers of the x axis as 1k, 1M, 1G.
     """
     alt = _altair()
@@ -432,7 +432,7 @@ def _panels(layer: Any, arms: Sequence[str], columns: int = 2) -> Any:
 
 @_drawing
 def bars(rows: Rows, arms: Sequence[str], title: str) -> Any:
-    """Draw one bar for each arm, with the interval of its mean and the number beside it.
+    """Draw one bar for each arm, with the interval of its mean and the number next to it.
 
     Rows have arm, mean, low, high and text.
     """

@@ -98,7 +98,10 @@ class PretrainedModel(ModelSettings):
     def problems(self, data: Data) -> Iterator[str]:
         """Yield a line for each of these settings that does not fit the data."""
         if data.form == "tokens" and self.weights:
-            yield f"data.name {data.name} has tokens of its own; set model.weights to false"
+            yield (
+                f"data.name {data.name} has tokens that no pretrained model knows; set "
+                "model.weights to false"
+            )
 
 
 class ConformerModel(ModelSettings):

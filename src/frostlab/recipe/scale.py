@@ -59,7 +59,7 @@ _HEAD = 4  # smallest size of an attention head
 def scaled_values(recipe: Recipe, fixed: Collection[Path] = ()) -> dict[str, Any]:
     """Return the values of a recipe at its scale.
 
-    Numbers become smaller or stay, and scaling the result again changes nothing.
+    Numbers become smaller or stay the same, and scaling the result again changes nothing.
 
     Args:
         fixed: settings that keep their values, such as `("train", "steps")`.

@@ -65,9 +65,9 @@ class Randomize(Strict):
 class Identity(Strict):
     """Replacement of weights with rows of the identity, which are orthonormal, without a draw.
 
-    A square matrix becomes the identity. Otherwise, heads of s rows take s rows each in turn, and
-    begin again with the first row when all are taken. A head (or, with the scope matrix, a matrix)
-    with more rows than columns gets the identity above zeros.
+    The rows of all heads, in order, become the rows of the identity, which are repeated if there
+    are more rows than columns. A head (or, with the scope matrix, a matrix) with more rows than
+    columns becomes the identity with rows of zeros below it.
     """
 
     method: Literal["identity"]

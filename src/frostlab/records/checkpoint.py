@@ -82,7 +82,7 @@ class Checkpoint:
         return read_json(self._whole(PROGRESS))
 
     def model(self) -> dict[str, Tensor]:
-        """Return all of the model's tensors, also the frozen ones; a tied tensor appears once."""
+        """Return all of the model's tensors, including frozen ones; a tied tensor appears once."""
         tensors = load_tensors(self._whole(MODEL))
         if (frozen := self.frozen()) is None:
             return tensors

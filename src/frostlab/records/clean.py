@@ -52,7 +52,7 @@ def old_runs(
 
     Args:
         root: the folder of runs.
-        older: seconds since the end of a run; of an unfinished run, since its last event.
+        older: seconds since the end of a run, or since the last event of an unfinished run.
         keep: `tagged` keeps runs with any tag; otherwise, a list of tags, separated by commas,
             keeps runs with one of them.
         comparisons: folders in which to look for comparisons that refer to runs.

@@ -11,10 +11,12 @@ import json
 import os
 import shutil
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar, overload
 
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from frostlab.recipe.recipe import Recipe
 
 _Kind = TypeVar("_Kind", bound=Event)
+_INFINITE = float("inf")
 _BLOCK = 1 << 20  # bytes that are read at once to find the last complete event
 _ABANDONED = 60.0  # s; an unlocked temporary folder that is older than this is removed
 
@@ -210,15 +213,13 @@ def _open_events(path: Path) -> TextIO:
 def read_events(path: Path, skipped: Iterable[str] = ()) -> Iterator[Event]:
     """Yield events; leave out skipped kinds and truncated lines, and refuse invalid events."""
     starts = tuple(f'{{"kind": "{kind}"'.encode() for kind in skipped)
-    try:
+    with suppress(FileNotFoundError):
         for number, line in enumerate(read_lines(path), 1):
             if line.startswith(starts):
                 continue  # without parsing it, which takes most of the time
             text = line.decode("utf-8", errors="replace")
             if (event := read_event(text, f"{path} line {number}")) is not None:
                 yield event
-    except FileNotFoundError:
-        return
 
 
 def effective(events: Iterable[Event]) -> list[Event]:
@@ -227,26 +228,26 @@ def effective(events: Iterable[Event]) -> list[Event]:
     Starts, resumes and notes stay; the end and the report of the earlier attempt are dropped.
     """
     valid: list[Event] = []
+    kept_from = [-_INFINITE]  # after each event: the least resume that keeps all events so far
     for event in events:
-        if isinstance(event, ResumeEvent):
-            valid = [earlier for earlier in valid if _survives(earlier, event.step)]
-        valid.append(event)
+        added: list[Event] = [event]
+        if isinstance(event, ResumeEvent):  # events before `first` need not be looked at again
+            first = bisect_right(kept_from, event.step) - 1
+            added[:0] = [e for e in valid[first:] if _least_resume(e) <= event.step]
+            del valid[first:], kept_from[first + 1 :]
+        valid += added
+        kept_from += accumulate(map(_least_resume, added), max, initial=kept_from.pop())
     return valid
 
 
-def _survives(event: Event, step: int) -> bool:
-    """Return whether an event still counts after the run was resumed at a step."""
+def _least_resume(event: Event) -> float:
+    """Return the least step at which a run can be resumed so that an event still counts."""
     if isinstance(event, StartEvent | ResumeEvent | NoteEvent):
-        return True
+        return -_INFINITE
     if isinstance(event, StageEvent | FlowPartsEvent):  # a resume at this step repeats them
-        return event.step < step
-    if isinstance(event, EndEvent) or _is_report(event):  # the resumed run writes both again
-        return False
-    return event.step <= step
-
-
-def _is_report(event: Event) -> bool:
-    return isinstance(event, EvaluationEvent) and event.checkpoint is not None
+        return event.step + 1
+    is_report = isinstance(event, EvaluationEvent) and event.checkpoint is not None
+    return _INFINITE if is_report or isinstance(event, EndEvent) else event.step
 
 
 def start_of(folder: Path) -> StartEvent | None:

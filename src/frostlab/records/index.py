@@ -63,10 +63,10 @@ class Summary:
     data: str | None = None
     model: str | None = None
     started: float | None = None  # seconds since 1970
-    ended: float | None = None  # seconds since 1970; of an unfinished run, its last event
+    ended: float | None = None  # seconds since 1970; for an unfinished run, of its last event
     steps: int | None = None
     metric: str | None = None  # the metric that selects the best weights
-    value: float | None = None  # its best value; of an unfinished run, the best so far
+    value: float | None = None  # its best value; for an unfinished run, the best so far
     report: dict[str, float] | None = None  # the reported metrics
     caution: str | None = None  # a warning about the reported numbers
     total_seconds: float | None = None
@@ -214,7 +214,7 @@ def _summary(folder: Path) -> Summary:
 
 
 def _annotations(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the tags and the notes; a file that cannot be read is a note itself."""
+    """Return the tags and the notes; if the file cannot be read, the reason is the only note."""
     try:
         annotations = read_annotations(folder)
     except BadInput as error:

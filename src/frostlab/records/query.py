@@ -320,7 +320,7 @@ class Group:
 
 
 def group_keys(runs: Sequence[Summary], text: str) -> list[str]:
-    """Return the keys of `--group`; with a minus, as in `-seed`, all others that differ."""
+    """Return the keys of `--group`; for `-seed`, all other keys that differ between runs."""
     parts = listed(text)
     if not parts:
         raise BadInput("--group is empty; e.g. --group -seed, or --group treatment,optim.lr")

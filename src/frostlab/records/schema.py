@@ -91,7 +91,7 @@ class WallClock:
     steps: float  # s of all other steps
     validation: float  # s of evaluations that select the best weights
     checkpoints: float  # s of copying tensors, waiting for writes, and stage changes
-    report: float  # s of loading and evaluating the best weights
+    report: float  # s of evaluating the best weights, and of waiting for the last checkpoint
     other: float  # s of the rest
 
 
@@ -595,5 +595,5 @@ def read_event(line: bytes | str, where: object) -> Event | None:
 def _check_schema(values: Mapping[str, Any], where: object) -> None:
     if (version := values.get("schema", SCHEMA)) != SCHEMA:
         raise BadInput(
-            f"{where}: its records have schema {version!r:.60}, this frostlab reads {SCHEMA}"
+            f"{where}: its records have schema {version!r:.60}, and this frostlab reads {SCHEMA}"
         )

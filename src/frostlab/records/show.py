@@ -45,7 +45,8 @@ class _Run:
 
     summary: Summary
     result: Result | None
-    events: list[Event]  # without events that a resumed run repeated
+    # evaluations, notes and resumes, without events that a resumed run repeated
+    events: list[Event]
     damaged_events: list[str]  # the reason for each unreadable line
     recipe: dict[str, Any] | None
     recipe_file_digest: str | None  # digest of the recipe in recipe.yaml as it is now
@@ -310,8 +311,7 @@ def _best_step(events: list[Event]) -> int | None:
 def _n(run: _Run, split: str) -> str:
     """Return the number of examples behind a metric, such as ` (n = 400)`; "" if not known.
 
-    The examples of a language model are given with their tokens, the windows of EEG with the
-    subjects.
+    For a language model, the number of tokens is added; for EEG, the number of subjects.
     """
     if split not in run.examples:
         return ""
@@ -477,7 +477,10 @@ def _examples(folder: Path, data: DataRecord | None) -> dict[str, int]:
 
 
 def _events(folder: Path) -> tuple[list[Event], list[str]]:
-    """Return the events, and the reason for each complete line that cannot be read."""
+    """Return the events that are shown, and the reason for each line that cannot be read.
+
+    Events of other kinds, such as steps, are checked but not kept. There can be millions.
+    """
     events: list[Event] = []
     damaged: list[str] = []
     try:
@@ -491,7 +494,7 @@ def _events(folder: Path) -> tuple[list[Event], list[str]]:
             else:
                 if event is None:
                     damaged.append(f"line {place} is not a JSON object")
-                else:
+                elif isinstance(event, EvaluationEvent | NoteEvent | ResumeEvent):
                     events.append(event)
     except FileNotFoundError:
         pass

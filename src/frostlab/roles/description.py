@@ -142,8 +142,8 @@ def register_architecture(
         target: the model's class, or its Hugging Face `model_type`.
         table: a map from paths to roles, e.g. `{"blocks.{i}.attn.q": "query", "lm_head": "head"}`;
             submodules whose own class is registered need no entry.
-        heads: the number of heads, `Heads(count, kv, size)`, or a function that returns one of
-            these for a model.
+        heads: the number of heads, or a `Heads(count, kv, size)`, or a function that returns one of
+            the two for a model.
         stacks: a map from the first path segment to the stack name, for models with several stacks
             of layers, e.g. `{"text_model": "text", "vision_model": "vision"}`.
     """

@@ -154,7 +154,7 @@ class Tie:
 
 @dataclass(frozen=True)
 class Part:
-    """One parameter, or those rows of a fused parameter that have one role."""
+    """One parameter, or the rows of a fused parameter that have one role."""
 
     name: str
     place: Place

@@ -73,8 +73,9 @@ def select(parts: Sequence[Part], texts: Iterable[str], model: str) -> tuple[Par
 
     A tied tensor has one role of its own: a head tied to the embedding is an `embedding`. A
     positive selection that matches it only by the role of its other name, such as `head`, is an
-    error unless another selection takes or removes the tensor. A negative one, such as `!head`, is
-    an error if the tensor stays selected, unless another selection takes it by its own role.
+    error unless another selection takes or removes the tensor. A negative selection, such as
+    `!head`, is an error if the tensor stays selected, unless another selection takes it by its own
+    role.
     """
     stacks = sorted({p.stack for p in parts if p.stack})
     terms = [parse(text, stacks) for text in texts]

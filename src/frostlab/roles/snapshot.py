@@ -1,6 +1,6 @@
 """The anatomy of a model as users see it: parts, layers, counts, selections and a table.
 
-A part is a parameter, or those of its rows that have one role, such as query.
+A part is a parameter, or the rows of a parameter that have one role, such as query.
 """
 
 from collections.abc import Collection, Iterator, Sequence

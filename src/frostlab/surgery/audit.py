@@ -1,6 +1,6 @@
 """Digests of a model's tensors, to prove later that frozen ones stayed and trainable ones moved.
 
-The tensors are the model's parts: parameters, or those rows of a parameter that have one role, such
+The tensors are the model's parts: parameters, or the rows of a parameter that have one role, such
 as query (`frostlab.roles.parts`).
 """
 

@@ -1,8 +1,8 @@
 """Freezing and thawing of parts of a model.
 
-A part is a parameter, or those of its rows that have one role, such as query. A fixed part, such as
-a table of sinusoids, is one that the architecture never trains. Each call sets the state of every
-part, so the result does not depend on earlier calls. A fused projection (several roles in one
+A part is a parameter, or the rows of a parameter that have one role, such as query. A fixed part,
+such as a table of sinusoids, is one that the architecture never trains. Each call sets the state of
+every part, so the result does not depend on earlier calls. A fused projection (several roles in one
 parameter) with both frozen and trainable rows is split into separate parameters. A frozen BatchNorm
 keeps its running statistics. A slot is a parameter of the unmodified model, with the parameters
 that hold its rows now (`frostlab.roles.parts.Slot`).
@@ -118,7 +118,8 @@ def _rows_to_freeze(parts: Iterable[Part]) -> dict[str, Rows]:
 def _check_splittable(slot: Slot, slots: Iterable[Slot]) -> None:
     """Raise an error if a slot cannot be split.
 
-    It cannot if it is tied or parametrized, has adapters, or is in a module with unknown forward.
+    A slot cannot be split if it is tied or parametrized, has adapters, or is in a module whose
+    forward is unknown.
     """
     owner = slot.owner
     parameters = {id(piece.parameter) for piece in slot.pieces}
@@ -283,7 +284,7 @@ class PartlyFrozen:
 
 
 def frozen_tensors(model: nn.Module) -> dict[str, PartlyFrozen | None]:
-    """Return the frozen parameters by their names in the state dict; None: all rows are frozen."""
+    """Return the frozen rows of each parameter in the state dict; the value None means all rows."""
     frozen: dict[str, PartlyFrozen | None] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""

@@ -76,7 +76,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention, Split):
         read_keys = load_pieces(
             self, self.slots(), state_dict, prefix, local_metadata, missing_keys, error_msgs
         )
-        # torch's own loading must not look for the split parameters, so they are taken out for it
+        # torch's own loading must not look for the split parameters, so they are removed meanwhile
         split = {
             name: self._parameters.pop(name)
             for name in [f"{x}_bias" for x in _LETTERS]

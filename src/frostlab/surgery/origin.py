@@ -1,6 +1,7 @@
 """Records of how weights were made, to regenerate frozen weights instead of storing them.
 
-The records are kept by part: a parameter, or those of its rows that have one role, such as query.
+The records are kept by part: a parameter, or the rows of a parameter that have one role, such as
+query.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """New values for weights: orthonormal rows, per head or per matrix, or random draws.
 
 The orthonormal rows come from the current weights, from a Gaussian draw, or from the identity. A
-part is a parameter, or those of its rows that have one role, such as query.
+part is a parameter, or the rows of a parameter that have one role, such as query.
 
 A Cholesky pass multiplies a matrix X by the inverse Cholesky factor of X·Xᵀ, which makes its rows
 orthonormal up to rounding. `orthonormal` uses one pass for well-conditioned matrices, two passes
@@ -30,7 +30,7 @@ Source = Literal["weights", "gaussian", "identity"]
 _ONE_PASS = 16.0  # up to this condition number, one Cholesky pass is precise enough
 _RUN = 512  # columns per partial product in a Gram matrix on a GPU
 _TINY = 1e-12  # a batch is rescaled if a matrix's largest entry is below this or above 1 / this
-_AT_ONCE = 2**28  # a GPU factorises about so many elements in one batch: 1 GiB of float32
+_AT_ONCE = 2**28  # elements that a GPU factorises in one batch, about: 1 GiB of float32
 _SINGULAR = 1e6  # above this condition number, QR replaces Cholesky
 _LIMIT = {torch.float32: 2e-6, torch.float64: 1e-13}  # largest accepted |Q·Qᵀ − I| after two passes
 
@@ -49,11 +49,9 @@ def orthogonalize(
     Args:
         scope: "head" makes the rows of each head orthonormal, "matrix" all rows of the matrix.
         source: "weights" factorises the current values, "gaussian" a draw from `seed`. "identity"
-            takes rows of the identity, without a draw: a matrix as wide as it is high becomes the
-            identity. Otherwise, heads of s rows take s rows each in turn, and begin again with the
-            first row when all are taken; so each head is orthonormal, and heads may be equal. A
-            head (or matrix) with more rows than columns has the identity above zeros. With
-            grouped queries, the fewer key and value heads use only the first rows.
+            draws nothing: the rows of all heads, in order, become the rows of the identity, which
+            are repeated if there are more rows than columns; so heads may be equal. A head with
+            more rows than columns becomes the identity with rows of zeros below it.
     """
     _check_choice("scope", scope, ("head", "matrix"))
     _check_choice("source", source, ("weights", "gaussian", "identity"))
@@ -235,7 +233,10 @@ def orthonormal(matrices: Tensor) -> Tensor:
 
 
 def orthonormal_each(stacks: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Apply `orthonormal` to stacks (batch, s, n); neighbours of equal s and n at once on a GPU."""
+    """Apply `orthonormal` to stacks (batch, s, n).
+
+    On a GPU, successive stacks of equal s and n are factorised together.
+    """
     group: list[Tensor] = []
     for stack in stacks:
         if group and not _joins(group, stack):

@@ -1,7 +1,7 @@
 """Saving and loading of trainable tensors, and export of whole Hugging Face checkpoints.
 
 A delta is a folder with the trainable tensors, the buffers and a manifest, delta.json. Tensors are
-stored by part: a parameter, or those of its rows that have one role, such as query. Frozen
+stored by part: a parameter, or the rows of a parameter that have one role, such as query. Frozen
 weights and the running statistics of frozen BatchNorms are normally not stored: loading keeps the
 model's own values if their fingerprints (a few numbers that identify a tensor) match the manifest.
 Otherwise it regenerates weights from their recorded origin (the call of `orthogonalize` or
@@ -285,14 +285,14 @@ def _check_architecture(anatomy: Anatomy, delta: Delta) -> None:
     if signature == saved:
         raise BadInput(
             f"load_trainable: {delta.folder} was saved from a {_shown(delta.manifest.model)}, "
-            f"this is a {anatomy.model}"
+            f"but this is a {anatomy.model}"
         )
     name = next(k for k in {**saved, **signature} if signature.get(k) != saved.get(k))
     raise BadInput(
         f"load_trainable: {delta.folder} was saved from another "
         f"{_shown(delta.manifest.model)}: "
         f"{_shown(name)} is {_shown(saved.get(name, 'absent'))} there, "
-        f"{signature.get(name, 'absent')} in this "
+        f"but {signature.get(name, 'absent')} in this "
         f"{anatomy.model}"
     )
 
@@ -322,7 +322,7 @@ def _check_alike(delta: Delta, name: str, current: Tensor) -> None:
     if stored.shape != current.shape or stored.dtype != current.dtype:
         raise BadInput(
             f"load_trainable: {name} of {delta.folder} is {_kind(stored)}, "
-            f"{_kind(current)} in this model"
+            f"but {_kind(current)} in this model"
         )
 
 

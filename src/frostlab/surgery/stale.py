@@ -59,8 +59,8 @@ def expect(parameter: nn.Parameter, name: str) -> None:
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Check an optimizer at its first step after a change, and warn at its second step.
 
-    By the second step, the other optimizers of a loop in which they take turns have made their
-    first step, so a parameter that no check found is in no optimizer.
+    If several optimizers take turns, all of them have made their first step by then, so a parameter
+    that no check has found is in no optimizer.
     """
     checked_total, stepped_twice = getattr(optimizer, _CHECKED, (0, False))
     if checked_total == _total:

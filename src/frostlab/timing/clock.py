@@ -147,7 +147,7 @@ class Stopwatch:
         return dict(self._phases)
 
     def count_step(self, kind: str, milliseconds: float) -> None:
-        """Add the time of a step to those of its kind."""
+        """Add the time of a step to the total of its kind."""
         self.steps[kind] = self.steps.get(kind, 0.0) + milliseconds / 1e3
 
     @property

@@ -74,7 +74,7 @@ def ratio_of(
 
     The baseline's time is the geometric mean over its copies. Two intervals have the same center,
     and the wider one is returned: the t interval over the builds, and the prediction interval for
-    the mean of one more copy, whose degrees of freedom are the copies − 1.
+    the mean of one more copy, with one degree of freedom less than there are copies.
 
     Args:
         arm: the seconds of each round, from at least two builds.
@@ -107,7 +107,7 @@ def _t_quantile(degrees: int, alpha: float) -> float:
 class StopRule:
     """A rule that ends timing a few builds after all intervals are narrow, or when time is up.
 
-    Up to twice the time is allowed for `FEWEST_BUILDS` builds, and there are always at least two.
+    Up to twice the time is allowed for `FEWEST_BUILDS` builds; at least two builds are timed.
 
     Args:
         seconds: the time limit.
@@ -160,8 +160,8 @@ def plan_build(
 
     Shorten blocks, down to one step, until `_PLANNED_BUILDS` builds fit into the time; then take as
     many pairs of rounds per build as fit, up to `_MOST_BLOCKS`. If the rounds of a build would take
-    less than half as long as building, plan fewer builds, down to `FEWEST_BUILDS`, to give them
-    that time.
+    less than half as long as building, plan fewer builds, down to `FEWEST_BUILDS`, so that
+    the rounds get that time.
 
     Args:
         seconds: the time limit.
@@ -463,7 +463,7 @@ def as_driver(step: Step) -> Driver:
 
 
 def side_order(rounds: int, sides: int) -> Iterator[int]:
-    """Yield the side of each timed block: 0, 1, … in even rounds, in reverse in odd rounds."""
+    """Yield the side of each timed block: 0, 1, … in even rounds, the reverse in odd rounds."""
     for number in range(rounds):
         yield from range(sides) if number % 2 == 0 else reversed(range(sides))
 

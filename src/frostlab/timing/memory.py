@@ -1,8 +1,8 @@
 """The memory of a training step: an estimate, and a lower bound.
 
 Both count weights, gradients, Adam's moments, and the values that a transformer's layers keep for
-the backward pass. The estimate also counts a language model's logits. The bound leaves out all
-values that some way of computing the step does not keep.
+the backward pass. The estimate also counts a language model's logits. The bound counts
+only values that every way of computing the step has to keep.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _MOMENT_BYTES = 8  # per trainable parameter
 # Values that a transformer layer keeps for its backward pass, per token and unit of the width, and
 # bytes of dropout masks; attention kernels keep no scores (Korthikanti et al. 2022).
 _KEPT_VALUES, _MASK_BYTES = 16, 2
-# Values that it has to keep in any case: the inputs of three matmuls, queries, keys and values.
+# Values that a layer has to keep in any case: the inputs of three matmuls, queries, keys, values.
 # The input of the fourth matmul, the hidden units, is added.
 _LEAST_VALUES = 6
 

@@ -1,6 +1,9 @@
-"""The device, precision and processes of a run, and the wrapping of models in DDP or FSDP."""
+"""The device, precision and processes of a run, and how the processes share their gradients.
 
-from collections.abc import Iterator
+Models are wrapped in DDP or FSDP. Steps that are captured in CUDA graphs use `GradientSum` instead.
+"""
+
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from frostlab.devices import uses_nccl
-from frostlab.errors import BadInput
+from frostlab.devices import use_device, uses_nccl
+from frostlab.errors import BadInput, FrostlabError
 from frostlab.launcher import local_rank, local_world_size, world_size
 from frostlab.recipe.settings import Train
 
@@ -23,6 +26,7 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0  # the rank among the processes of this machine
+    nccl: bool = False  # whether the processes, or this one alone, are a process group of NCCL
 
     @property
     def writes(self) -> bool:
@@ -77,7 +81,11 @@ class Compute:
 
 @contextmanager
 def process_group(device: torch.device, train: Train) -> Iterator[World]:
-    """Join the processes that torchrun started; refuse if `train.processes` is another number."""
+    """Join the processes that torchrun started; refuse if `train.processes` is another number.
+
+    A single process joins no group. If the program has already made a group of one process,
+    captured steps sum their gradients over it (`GradientSum`).
+    """
     asked = train.processes
     size = world_size()
     if asked is not None and asked != size:
@@ -86,7 +94,7 @@ def process_group(device: torch.device, train: Train) -> Iterator[World]:
             f"start the run with `torchrun --nproc_per_node {asked} -m frostlab run …`"
         )
     if size == 1:
-        yield World()
+        yield World(nccl=_is_nccl() and dist.get_world_size() == 1)
         return
     initialize = not dist.is_initialized()
     if initialize:
@@ -96,15 +104,22 @@ def process_group(device: torch.device, train: Train) -> Iterator[World]:
                 f"train.parallel fsdp needs a GPU for each of {local_world_size()} processes, but "
                 f"this machine has {gpus}; use ddp"
             )
+        use_device(device)
         # NCCL refuses two processes on one GPU
         dist.init_process_group("nccl" if uses_nccl(device) and enough else "gloo")
     try:
         if dist.get_world_size() != size:
             raise BadInput(f"WORLD_SIZE is {size}, but {dist.get_world_size()} processes joined")
-        yield World(dist.get_rank(), size, local_rank())
+        yield World(dist.get_rank(), size, local_rank(), _is_nccl())
     finally:
         if initialize and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _is_nccl() -> bool:
+    """Return whether there is a process group whose tensors on GPUs are exchanged by NCCL."""
+    initialized = dist.is_available() and dist.is_initialized()
+    return initialized and "nccl" in dist.get_backend_config()
 
 
 def wrap_model(
@@ -127,6 +142,60 @@ def wrap_model(
     from torch.nn.parallel import DistributedDataParallel
 
     return DistributedDataParallel(model, find_unused_parameters=unused)
+
+
+class GradientSum:
+    """Sums gradients over all processes, in one all-reduce of one flat buffer.
+
+    A CUDA graph can record it between backward and clipping, which DDP's hooks make difficult. The
+    buffer is float32, or float64 for float64 weights, so bf16 gradients are not summed in bf16.
+    Gradients of one dtype lie side by side in it: a few kernels copy them, not one for each tensor.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], world: World) -> None:
+        """Copy the weights and buffers of rank 0 to all processes, as DDP does."""
+        self._world = world
+        exact = any(p.dtype == torch.float64 for p in parameters)
+        dtype = torch.float64 if exact else torch.float32
+        size = sum(p.numel() for p in parameters)
+        self._flat = torch.zeros(size, dtype=dtype, device=parameters[0].device)
+        self._present: list[bool] | None = None  # which parameters have a gradient
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+
+    def __call__(self, gradients: Sequence[Sequence[Tensor]]) -> None:
+        """Replace gradients, in pieces for each parameter, with their sums over all processes."""
+        self._check_present([bool(pieces) for pieces in gradients])
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for piece in (piece for pieces in gradients for piece in pieces):
+            by_dtype.setdefault(piece.dtype, []).append(piece)
+        sizes = [sum(piece.numel() for piece in pieces) for pieces in by_dtype.values()]
+        summed = self._flat[: sum(sizes)]
+        parts = summed.split(sizes)
+        for part, pieces in zip(parts, by_dtype.values(), strict=True):
+            part.copy_(torch.cat([piece.flatten() for piece in pieces]))
+        dist.all_reduce(summed)
+        for part, (dtype, pieces) in zip(parts, by_dtype.items(), strict=True):
+            values = part.to(dtype).split([piece.numel() for piece in pieces])
+            sums = [value.view_as(piece) for value, piece in zip(values, pieces, strict=True)]
+            torch._foreach_copy_(pieces, sums)
+
+    def reset(self) -> None:
+        """Allow other parameters to have gradients, as after a freeze or thaw in every process."""
+        self._present = None
+
+    def _check_present(self, present: list[bool]) -> None:
+        """Refuse to go on if processes, or successive steps, have gradients of other parameters."""
+        if self._present is None:
+            if not self._world.same(present):
+                raise FrostlabError(
+                    "the processes have gradients of different parameters; use train.step eager"
+                )
+            self._present = present
+        if present != self._present:
+            raise FrostlabError(
+                "a step has gradients of other parameters than before; use train.step eager"
+            )
 
 
 def reshard(model: nn.Module) -> None:
@@ -197,8 +266,8 @@ def preserve_buffers(model: nn.Module) -> Iterator[None]:
 def sync_batch_norms(model: nn.Module, world_size: int, device: torch.device) -> None:
     """With several processes, convert trainable BatchNorms to SyncBatchNorm.
 
-    Frozen ones stay as they are, because they use running statistics. Call this before the model is
-    wrapped, and again after each freeze or thaw.
+    Frozen BatchNorms stay as they are, because they use running statistics. Call this before the
+    model is wrapped, and again after each freeze or thaw.
     """
     if world_size == 1:
         return

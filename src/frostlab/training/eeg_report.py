@@ -71,7 +71,7 @@ def measure_recordings(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Score whole recordings of every reported split; return metrics and a summary.
 
-    The decoded envelopes, those of the heard speech, and the scores are written to decoded.npz,
+    The decoded envelopes, the heard envelopes and the scores are written to decoded.npz,
     heard.npz and scores.json. `window_metrics` holds the loss and the mean Pearson's r of single
     windows; the metrics include both.
     """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from frostlab.data.eeg.recordings import PreparedData, as_token_data
-from frostlab.devices import exact_dtype, release_cached_memory, to_device
+from frostlab.devices import attention_without_plans, exact_dtype, release_cached_memory, to_device
 from frostlab.errors import BadInput, check_registration, nearest, same_function
 from frostlab.recipe.settings import LOWER_IS_BETTER, METRICS
 from frostlab.training.batches.batch import IGNORED, Batch, Split, micro_batches
@@ -84,7 +84,7 @@ def _evaluate(
     want: Literal["logits"] | Exits = Exits(lower, add_layer) if lower else "logits"
     objective.eval()
     try:
-        with torch.no_grad(), uncompiled():
+        with torch.no_grad(), uncompiled(), attention_without_plans(device):
             for rows in islice(examples.evaluation_order(batch), most):
                 (own_rows,) = micro_batches(rows, world.rank, world.size, count=1)
                 inputs = examples.collate(own_rows).to(device)
@@ -224,7 +224,7 @@ class TextTally:
 
 @dataclass
 class EnvelopeTally:
-    """Sums of loss and Pearson's r over single windows; a run's end scores whole ones."""
+    """Sums of loss and Pearson's r over windows; the report scores whole recordings."""
 
     objective: EnvelopeObjective
     device: torch.device

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
@@ -75,13 +75,12 @@ def train(
     should_stop = StopRequest(context.asked_to_stop, context.compute)
     while True:
         step_once = _train_stage(context, progress, clock, state, should_stop)
-        with clock.phase("checkpoint", device=True):
-            context.writer.wait()
-            context.world.wait()  # so that every process finds the best checkpoint
         progress.seconds = clock.seconds
         if progress.stage == len(context.stages) - 1:
             break
         with clock.phase("checkpoint", device=True):
+            wait_for_checkpoints(context)
+            progress.seconds = clock.seconds
             state = next_stage(context, progress, step_once)
             del step_once
             gc.collect()  # frees the old model, which is part of reference cycles
@@ -129,7 +128,7 @@ def _train_stage(
         watch_stage(context, progress, step_once)
     epoch_began = clock.training_seconds() - progress.epoch_seconds
     recorded_reason, histograms_from = "", 0
-    with StepLog(step_once, clock, world, context.folder) as log:
+    with closing(step_once), StepLog(step_once, clock, world, context.folder) as log:
         latest_loss = log.latest_loss if world.size == 1 else lambda: should_stop.loss
         while progress.step < end and not progress.stopped_early:
             _, stage_step = stage_at(context.stages, progress.step, progress.lengths)
@@ -346,6 +345,12 @@ def _save_checkpoint(
             context.folder.event("checkpoint", step, best=best)
             context.writer.start(write)
         context.world.wait()
+
+
+def wait_for_checkpoints(context: RunContext) -> None:
+    """Wait until the last checkpoint is written, so that every process can read it."""
+    context.writer.wait()
+    context.world.wait()
 
 
 def _weights_to_save(context: RunContext) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import yaml
 from torch import nn
 
 from frostlab.data.eeg.recordings import PreparedData, as_token_data
-from frostlab.devices import choose_device
+from frostlab.devices import find_device, start_device, use_device
 from frostlab.errors import BadInput, DamagedCheckpoint, FrostlabError
 from frostlab.flow.probe import Gradient
 from frostlab.integrations.tensorboard import LiveBoard, check_folder, marked_folder
@@ -52,13 +52,21 @@ from frostlab.storage import finite, write_whole
 from frostlab.surgery.audit import Audit
 from frostlab.timing.clock import Meter, Stopwatch, WallClock
 from frostlab.training.distributed import Compute, process_group
-from frostlab.training.loop import Stopped, epochs_done, interruptions, measure, train
+from frostlab.training.loop import (
+    Stopped,
+    epochs_done,
+    interruptions,
+    measure,
+    train,
+    wait_for_checkpoints,
+)
 from frostlab.training.progress import Display, choose_screen
 from frostlab.training.samples import write_samples
 from frostlab.training.setup import (
     Assembly,
     assemble,
     best_checkpoint,
+    build_first_stage,
     choose_precision,
     default_modes,
     load_weights,
@@ -129,7 +137,8 @@ def run(
     if tensorboard is not None:
         tensorboard = marked_folder(tensorboard, recipe)
     display = progress if isinstance(progress, Display) else Display(choose_screen(progress))
-    device = choose_device(recipe.train.device)
+    device = find_device(recipe.train.device)
+    start_device(device)
     with ExitStack() as stack:
         stack.enter_context(default_modes(device))
         world = stack.enter_context(process_group(device, recipe.train))
@@ -144,14 +153,16 @@ def run(
         path, resumes = world.agree(chosen)
         folder = stack.enter_context(RunFolder(path).open()) if world.writes and resumes else None
         stack.enter_context(with_threads(_threads(recipe, path if resumes else None)))
-        meter = Meter(device)
         compute = Compute(device, choose_precision(recipe.train, device), world)
         task = TASKS[recipe.data.task]
         with suggesting_stand_in():
             wall.end_part("building")
             prepared = prepare_data(recipe, data_dir, task, world)
             wall.end_part("data")
-            assembly = assemble(recipe, prepared, task, compute)
+            first = build_first_stage(recipe, prepared, task, compute.precision)
+        use_device(device)
+        meter = Meter(device)
+        assembly = assemble(first, recipe, prepared, task, compute)
         current, checkpoint = assembly.current, None
         if resumes:
             current, checkpoint = _continue(path, folder, assembly, compute)
@@ -384,6 +395,7 @@ def _train_and_report(
             wall.end_part("training")
             metrics, scores = _report(context, progress)
             weights_digest = state_digest(context.model)
+            wait_for_checkpoints(context)
             wall.end_part("report")
         except BaseException as error:
             failure = failure_of(error, context.recipe)
@@ -434,8 +446,10 @@ def _report(context: RunContext, progress: Progress) -> Report:
 
     With `splits: published`, this split has also selected the weights, and the record says so.
     """
-    best, audit = best_checkpoint(context.path, progress), context.current.audit
-    load_weights(context.model, best)
+    best_step, audit = progress.best.step, context.current.audit
+    if best_step != progress.step:  # after the last step, the model still has these weights
+        wait_for_checkpoints(context)
+        load_weights(context.model, best_checkpoint(context.path, progress))
     if audit is not None:
         audit.verify(context.model)
     began = time.perf_counter()
@@ -443,11 +457,11 @@ def _report(context: RunContext, progress: Progress) -> Report:
     if context.folder:
         verified = 0 if audit is None else len(audit.digests)
         context.folder.event("evaluation", progress.step, split="report", metrics=metrics,
-                             checkpoint=best.step, frozen_verified=verified,
+                             checkpoint=best_step, frozen_verified=verified,
                              epoch=epochs_done(context, progress),
                              seconds=round(time.perf_counter() - began, 4),
                              total_seconds=round(progress.seconds["total"], 4))  # fmt: skip
-    write_samples(context, best, progress.step)
+    write_samples(context, progress)
     return metrics, scores
 
 

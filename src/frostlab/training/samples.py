@@ -18,12 +18,11 @@ from frostlab.data.eeg.recordings import as_token_data
 from frostlab.data.tokens import Tokens
 from frostlab.errors import first_line
 from frostlab.models.sampling import Sampling, continue_texts, position_limit
-from frostlab.records.checkpoint import Checkpoint
 from frostlab.records.model_files import stored_encoder, stored_tokenizer
 from frostlab.records.schema import GeneratedText, Samples
 from frostlab.storage import write_whole
-from frostlab.training.setup import build_model, load_weights
-from frostlab.training.state import RunContext
+from frostlab.training.setup import best_checkpoint, build_model, load_weights
+from frostlab.training.state import Progress, RunContext
 from frostlab.training.step.compiled import uncompiled
 
 SAMPLES = "samples.json"
@@ -34,7 +33,7 @@ _SEARCHED = 20_000  # tokens of the report split in which the beginnings of text
 _EXAMPLES = 100  # examples that can give a prompt if there are too few texts
 
 
-def write_samples(context: RunContext, best: Checkpoint, step: int) -> None:
+def write_samples(context: RunContext, progress: Progress) -> None:
     """Write samples.json, if this process writes, and the data are texts for a language model.
 
     A model that cannot generate, such as one without a causal mask, leaves a note in the record.
@@ -45,9 +44,9 @@ def write_samples(context: RunContext, best: Checkpoint, step: int) -> None:
     if as_token_data(prepared).tokenizer is None:  # generated tokens have no text
         return
     try:
-        samples = _generate(context, best)
+        samples = _generate(context, progress)
     except Exception as error:  # models raise errors of many types; the run itself has succeeded
-        context.folder.event("note", step, text=f"no samples: {first_line(error)}")
+        context.folder.event("note", progress.step, text=f"no samples: {first_line(error)}")
         return
     record = Samples(
         samples=samples,
@@ -60,9 +59,9 @@ def write_samples(context: RunContext, best: Checkpoint, step: int) -> None:
     write_whole(context.path / SAMPLES, json.dumps(asdict(record), indent=1))
 
 
-def _generate(context: RunContext, best: Checkpoint) -> list[GeneratedText]:
+def _generate(context: RunContext, progress: Progress) -> list[GeneratedText]:
     encoder, tokenizer = stored_encoder(context.path), stored_tokenizer(context.path)
-    model = _whole_model(context, best)
+    model = _whole_model(context, progress)
     split = as_token_data(context.prepared).splits["report"]
     most = min(_PROMPT, (position_limit(model) or _PROMPT + 1) - 1)
     prompts = ["", *islice(_beginnings(split, encoder.end, tokenizer, most), _PROMPTS)]
@@ -76,8 +75,8 @@ def _generate(context: RunContext, best: Checkpoint) -> list[GeneratedText]:
     return [GeneratedText(sample.prompt, sample.text, sample.ended) for sample in generated]
 
 
-def _whole_model(context: RunContext, best: Checkpoint) -> nn.Module:
-    """Return the model with the best weights; of a sharded model, a copy on the CPU.
+def _whole_model(context: RunContext, progress: Progress) -> nn.Module:
+    """Return the model with the best weights; if it is sharded, a copy on the CPU.
 
     Only one process generates, and cannot gather the others' shards alone.
     """
@@ -86,7 +85,8 @@ def _whole_model(context: RunContext, best: Checkpoint) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         stages = context.stages[: context.current.index + 1]
         model = build_model(context.recipe, context.prepared, stages).model
-    load_weights(model, best)
+    context.writer.wait()
+    load_weights(model, best_checkpoint(context.path, progress))
     return model
 
 

@@ -106,7 +106,7 @@ def with_threads(count: int | None) -> Iterator[None]:
 
 @contextmanager
 def default_modes(device: torch.device) -> Iterator[None]:
-    """Set three modes of torch as in a new process, so that the caller's do not change a run.
+    """Set three modes of torch as in a new process: the caller's modes must not change a run.
 
     Gradients are on, autocast is off (the step turns it on if the precision asks for it), and the
     default dtype is float32.
@@ -216,7 +216,7 @@ def make_feed(
         width = recipe.data.length + (recipe.data.task == "language")
         examples = replace(examples, width=width)
     feed = Feed(examples, train, recipe.seed, compute, current.objective.prefix)
-    # not the sum, so that arms of a comparison with and without adapters have the same widths
+    # the largest tensor is the same in arms with and without adapters, so they have equal widths
     largest = max(p.numel() for block in blocks(model) or [model] for p in block.parameters())
     feed.use_few_widths(current.stage.steps, _WIDTH_WORK / largest)
     return feed
@@ -249,6 +249,7 @@ def make_step(
         unused=_has_unused(current, recipe, prepared, task, compute),
         lr_scales=lr_scales(current.model, current.stage, current.index, current.entered),
         watches_inside=watches_inside,
+        one_shape=feed.one_shape,
     )
 
 
@@ -348,17 +349,18 @@ def _try_longest_example(model: nn.Module, prepared: Prepared, name: str) -> Non
 
 
 @dataclass(frozen=True)
-class Assembly:
-    """A recipe's data, its stages and the model of its first stage, ready to train."""
+class FirstStage:
+    """A recipe's stages, and the model of the first one on the CPU."""
 
-    prepared: PreparedData
     stages: tuple[Stage, ...]
-    current: StageModel
-    digests: dict[str, Any]  # contents of digests.json
+    built: BuiltModel
+    digests: dict[str, Any]  # contents of digests.json, without frozen weights
     config: str | None  # a Hugging Face model's config.json; None for frostlab's own models
 
 
-def assemble(recipe: Recipe, prepared: PreparedData, task: Task, compute: Compute) -> Assembly:
+def build_first_stage(
+    recipe: Recipe, prepared: PreparedData, task: Task, precision: torch.dtype
+) -> FirstStage:
     """Build the first stage's model for prepared data; refuse invalid settings early."""
     stages = stages_of(recipe, len(prepared.splits["train"]))
     built = build_model(recipe, prepared)
@@ -371,14 +373,33 @@ def assemble(recipe: Recipe, prepared: PreparedData, task: Task, compute: Comput
     config = None
     if isinstance(recipe.model, PretrainedModel):  # before a stage adds layers
         config = config_json(built.model)
-    check_model(built, recipe, prepared, task, compute.precision)
-    check_stages(built.model, recipe, stages, prepared, compute.precision)
+    check_model(built, recipe, prepared, task, precision)
+    check_stages(built.model, recipe, stages, prepared, precision)
     entered = enter_stage(built.model, recipe, stages[0], 0, built.entered)
-    check_memory(built.model, recipe, prepared, compute)
-    built = replace(built, entered=entered)
-    current = _audited(place_model(built, recipe, stages[0], 0, task, compute), recipe)
-    digests["frozen"] = {} if current.audit is None else current.audit.digests
-    return Assembly(prepared, stages, current, digests, config)
+    return FirstStage(stages, replace(built, entered=entered), digests, config)
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A recipe's data, its stages and the model of its first stage, ready to train."""
+
+    prepared: PreparedData
+    stages: tuple[Stage, ...]
+    current: StageModel
+    digests: dict[str, Any]  # contents of digests.json
+    config: str | None  # as in `FirstStage`
+
+
+def assemble(
+    first: FirstStage, recipe: Recipe, prepared: PreparedData, task: Task, compute: Compute
+) -> Assembly:
+    """Move the first stage's model to its device; refuse a batch that cannot fit."""
+    check_memory(first.built.model, recipe, prepared, compute)
+    placed = place_model(first.built, recipe, first.stages[0], 0, task, compute)
+    current = _audited(placed, recipe)
+    frozen = {} if current.audit is None else current.audit.digests
+    digests = {**first.digests, "frozen": frozen}
+    return Assembly(prepared, first.stages, current, digests, first.config)
 
 
 def _audited(current: StageModel, recipe: Recipe) -> StageModel:

@@ -1,8 +1,8 @@
 """The stages of a run: their settings, their steps, and the change of the model between them.
 
 Entering a stage adds its layers and sets which weights learn; by default, weights that continue to
-learn keep their optimizer state. A part is a parameter, or those of its rows that have one role,
-such as query; a fixed part is one that the architecture never trains.
+learn keep their optimizer state. A part is a parameter, or the rows of a parameter that have one
+role, such as query; a fixed part is one that the architecture never trains.
 """
 
 import copy
@@ -93,7 +93,7 @@ def steps_per_epoch(examples: int, train: Train) -> int:
 
 
 def in_epochs(steps: int, per_epoch: int) -> float:
-    """Return the number of epochs in so many steps, with six significant digits."""
+    """Convert a number of steps to epochs, with six significant digits."""
     return float(f"{steps / per_epoch:.6g}")
 
 

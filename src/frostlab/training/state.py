@@ -197,9 +197,9 @@ class RunContext:
 def evaluation_batch(recipe: Recipe, model: nn.Module) -> int:
     """Return how many of the longest examples fill a batch of an evaluation.
 
-    A training step keeps the activations of every layer that learns, an evaluation those of one
-    layer at a time. A classifier is therefore evaluated on larger batches than it is trained on,
-    with no more memory. The logits of a language model take too much memory for that.
+    A training step keeps the activations of every layer that learns; an evaluation keeps one
+    layer's activations at a time. A classifier is therefore evaluated on larger batches than it is
+    trained on, with no more memory. The logits of a language model take too much memory for that.
     """
     if recipe.evaluate.batch is not None:
         return recipe.evaluate.batch

@@ -1,7 +1,7 @@
 """The treatment of a model before training: changed weights, adapters and frozen parts.
 
 Digests of the weights show later which parts a treatment left unchanged. A part is a parameter, or
-those of its rows that have one role, such as query (see `frostlab.roles.parts`).
+the rows of a parameter that have one role, such as query (see `frostlab.roles.parts`).
 """
 
 import hashlib

@@ -233,7 +233,7 @@ def _encoding(record: RunRecord, only_body: bool) -> list[str]:
 
 
 def _results(record: RunRecord) -> str:
-    """Return a table of the reported metrics; a sentence for an unfinished run, which has none."""
+    """Return a table of the reported metrics, or a sentence that says that there is no result."""
     if finished_status(record.folder) != "finished":
         text = (
             "The run has not finished: these weights are preliminary, and there is no result yet."

@@ -105,7 +105,7 @@ def test_gathering_recordings_in_memory() -> None:
     assert gather(other, 64.0, ("Fz", "Cz"), unseen=("b",)).digest != found.digest
     with pytest.raises(BadInput, match="2 recordings are called 1"):
         gather([*four, made("1", "b")], 64.0, ("Fz", "Cz"))
-    with pytest.raises(BadInput, match="4 has 3 channels, the list of channels has 2"):
+    with pytest.raises(BadInput, match="4 has 3 channels, but the list of channels has 2"):
         gather([*four, made("4", "a", 3)], 64.0, ("Fz", "Cz"))
     with pytest.raises(BadInput, match="no recordings"):
         gather([], 64.0, ("Fz", "Cz"))

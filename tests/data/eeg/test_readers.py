@@ -117,7 +117,7 @@ def test_a_folder_that_changes_while_it_is_read(
         add(self, role, recording)
 
     monkeypatch.setattr(loading_module.Store, "add", disturbed)
-    with pytest.raises(BadInput, match="split_data changed while it was read; run it again"):
+    with pytest.raises(BadInput, match="split_data changed while it was read; run the command"):
         load_recordings(challenge(folder), cache=tmp_path / "cache")
     assert not [p for p in (tmp_path / "cache" / "eeg").iterdir() if p.is_dir()]
 
@@ -161,7 +161,10 @@ def lose(kind: str) -> Any:
         (lose("envelope"), "eeg.npy has no partner val_-_sub-001_-_audiobook_1_-_envelope.npy"),
         (lose("eeg"), "envelope.npy has no partner val_-_sub-001_-_audiobook_1_-_eeg.npy"),
         (break_name, "is not named train|val|test_-_SUBJECT"),
-        (break_channels, "test_-_sub-002_-_audiobook_1 has 63 channels, train_-_sub-001.* has 64"),
+        (
+            break_channels,
+            "test_-_sub-002_-_audiobook_1 has 63 channels, but train_-_sub-001.* has 64",
+        ),
         (break_file, "audiobook_1_-_eeg.npy cannot be read"),
         (break_words, "holds <U1"),
         (break_kind, "audiobook_1_-_eeg.npy cannot be read: the magic string"),

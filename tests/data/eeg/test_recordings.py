@@ -59,7 +59,9 @@ def test_a_given_number_of_windows_is_drawn_from_every_recording() -> None:
 
 
 def test_a_recording_shorter_than_a_window() -> None:
-    with pytest.raises(BadInput, match="r50 has 50 samples, a window 64; set data.length to 50"):
+    with pytest.raises(
+        BadInput, match="r50 has 50 samples, but a window has 64; set data.length to 50"
+    ):
         windows(recordings(100, 50), 64)
 
 
@@ -72,7 +74,7 @@ def test_a_short_recording_of_any_split_is_refused_at_once(tmp_path: Path, short
         np.save(f"{stem}eeg.npy", random.normal(size=(samples, 2)))
         np.save(f"{stem}envelope.npy", random.random(samples))
     data = ChallengeEEG(name="eeg-challenge", path=str(tmp_path), length=64)
-    with pytest.raises(BadInput, match=f"{short}_-_.* has 60 samples, a window 64"):
+    with pytest.raises(BadInput, match=f"{short}_-_.* has 60 samples, but a window has 64"):
         load_signals(data, None, tmp_path / "cache")
 
 

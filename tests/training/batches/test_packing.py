@@ -26,7 +26,7 @@ from frostlab.training.batches.batch import (
 )
 from frostlab.training.batches.feed import Feed
 from frostlab.training.batches.packing import Shapes, least_padding, pack, shapes_for
-from frostlab.training.distributed import Compute
+from frostlab.training.distributed import Compute, World
 from frostlab.training.step import build_step
 from frostlab.training.step.compiled import shape_key
 from frostlab.training.step.objective import Objective
@@ -170,6 +170,24 @@ def test_batches_of_a_fixed_width_have_one_shape() -> None:
     feed.use_few_widths(10**6, 1.0)
     assert feed.number_of_shapes == 1
     assert {feed(rows)[0].inputs["input_ids"].shape[1] for rows in feed.order(0)} == {512}
+
+
+@pytest.mark.parametrize("count", [64, 60])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("batching", ["padded", "fixed", "packed"])
+def test_whether_all_processes_meet_one_shape(count: int, drop_last: bool, batching: str) -> None:
+    """Captured steps of several processes rely on it: they must replay a graph together."""
+    data = tokens(np.random.default_rng(0).integers(2, 30, count).tolist(), labels=True)
+    settings = {"batch": 8, "accumulate": 2, "drop_last": drop_last, "batching": batching}
+    train = Train.model_validate(settings)
+    examples = TokenExamples(data, PAD, width=32 if batching == "fixed" else None)
+    feeds = [
+        Feed(examples, train, 0, Compute(torch.device("cpu"), torch.float32, World(rank, 2)))
+        for rank in (0, 1)
+    ]
+    shapes = {shape_key([part]) for f in feeds for e in (0, 1) for r in f.order(e) for part in f(r)}
+    assert {feed.one_shape for feed in feeds} == {len(shapes) == 1}
+    assert (len(shapes) == 1) == (batching == "fixed" and (drop_last or count == 64))
 
 
 @pytest.mark.parametrize(("most", "batch"), [(60, 32), (30, 32), (30, 8)])

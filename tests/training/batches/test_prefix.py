@@ -1,6 +1,7 @@
 """Frozen first layers: they leave no graph behind, and their cached outputs change nothing."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import frostlab as fl
 from cases import slow_unless
+from frostlab import storage
 from frostlab.errors import DamagedCache
 from frostlab.models.stack import take_apart
 from frostlab.recipe.settings import Train
@@ -160,6 +162,34 @@ def test_a_spoilt_table_is_made_again(
     (fact,) = second.events(PrefixEvent)
     assert not fact.reused
     assert second.metrics == first.metrics
+
+
+def test_a_large_table_is_hashed_again_only_if_it_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FROSTLAB_CACHE", str(tmp_path))
+    monkeypatch.setattr(storage, "_LARGE", 1000)
+    monkeypatch.setattr(storage, "_SETTLED", -(10**9))  # as if it was written long ago
+    hashed: list[str] = []
+    compute = storage.checksums
+    monkeypatch.setattr(storage, "checksums", lambda *a: hashed.extend(a[1]) or compute(*a))
+
+    def take() -> tuple[float, bool]:
+        table, reused = cached_table("x", (32, 16), torch.float64, 10**6, lambda t: t.fill_(3.0))
+        return float(table.sum()), reused
+
+    assert take() == (3.0 * 32 * 16, False)
+    assert hashed == ["vectors"], "it was sealed"
+    assert take() == take() == (3.0 * 32 * 16, True)
+    assert hashed == ["vectors"]
+    time.sleep(0.02)  # longer than a tick of the file system's clock
+    (path,) = tables()
+    content = bytearray(path.read_bytes())
+    content[77] ^= 1
+    path.write_bytes(content)
+    with pytest.warns(DamagedCache, match="is built again, because vectors"):
+        assert take() == (3.0 * 32 * 16, False)
+    assert take() == (3.0 * 32 * 16, True)
 
 
 def test_old_tables_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

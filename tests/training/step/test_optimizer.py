@@ -1,6 +1,7 @@
 """Learning rates follow their schedules; bf16 copies give the gradients of autocast."""
 
 import ctypes
+import subprocess
 import sys
 import types
 from typing import Any
@@ -249,3 +250,25 @@ def test_the_kernels_table_has_every_stretch_once(
             torch.testing.assert_close(p, other, rtol=1e-5, atol=1e-6)
     assert ours.state_dict()["state"].keys() == theirs.state_dict()["state"].keys()
     assert all(float(state["step"]) == 3 for state in ours.state.values())
+
+
+def test_the_optimizer_of_captured_steps_imports_no_compiler() -> None:
+    """Importing torch's compiler takes a second or more of every run that does not compile."""
+    program = """
+import sys, torch
+from frostlab.training.step.compiled import uncompiled
+from frostlab.training.step.head_loss import head_loss
+from frostlab.training.step.optimizer import Bf16Copies, KernelAdamW
+from frostlab.models.gpt import GPT, GPTConfig
+model = GPT(GPTConfig(20, width=8, layers=1, heads=2, hidden=16))
+optimizer = KernelAdamW([{"params": list(model.parameters())}], Bf16Copies(model), lr=0.1)
+with uncompiled():
+    hidden = torch.ones(3, 8, requires_grad=True)
+    head_loss(hidden, model.head.weight, torch.ones(3, dtype=torch.long))[0].backward()
+assert model.head.weight.grad is not None
+optimizer.zero_grad()
+assert model.head.weight.grad is None
+print(len(optimizer.param_groups), [name for name in sys.modules if name == "torch._dynamo"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["1", "[]"], done.stderr

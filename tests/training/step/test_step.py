@@ -16,7 +16,13 @@ from frostlab.models.conformer import Conformer, ConformerConfig
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.settings import StepKind
 from frostlab.training.distributed import Compute, World
-from frostlab.training.step import CompileCost, choose_kind, compile_cost, keep_compiled_code
+from frostlab.training.step import (
+    CompileCost,
+    Sharing,
+    choose_kind,
+    compile_cost,
+    keep_compiled_code,
+)
 from tiny import tiny
 
 
@@ -26,8 +32,9 @@ from tiny import tiny
         ("auto", "cpu", 1, 10, "eager", False, "graphs are captured on CUDA, not on cpu"),
         ("captured", "cpu", 1, 10, "eager", False, "graphs are captured on CUDA, not on cpu"),
         ("captured", "mps", 1, 10, "eager", False, "not on mps"),
-        ("auto", "cuda", 2, 10, "eager", False, "with 2 processes steps are neither"),
-        ("compiled", "cpu", 2, 10, "eager", False, "with 2 processes steps are neither"),
+        ("auto", "cuda", 2, 10, "eager", False, "with 2 processes steps are eager unless"),
+        ("compiled", "cpu", 2, 10, "compiled", True, "asked for"),
+        ("captured", "cpu", 2, 10, "eager", False, "graphs are captured on CUDA, not on cpu"),
         ("auto", "cuda", 1, 5000, "captured", True, "the fastest on CUDA"),
         ("auto", "cuda", 1, 1000, "captured", False, "compiling takes about 8 s to save 4 s"),
         ("auto", "cuda", 1, 1001, "captured", True, "the fastest on CUDA"),
@@ -43,6 +50,29 @@ def test_the_kind_that_is_chosen(
     compute = Compute(torch.device(device), torch.float32, World(0, processes, 0))
     choice = choose_kind(wanted, compute, steps, CompileCost(saved=4e-3, taken=8.0))
     assert (choice.kind, choice.compiles) == (kind, compiles)
+    assert said in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sharing", "nccl", "kind", "said"),
+    [
+        ("captured", Sharing(one_shape=True), True, "captured", "asked for"),
+        ("captured", Sharing(one_shape=True), False, "eager", "graphs of 2 processes need NCCL"),
+        ("captured", Sharing(), True, "eager", "need batches of one shape"),
+        ("captured", Sharing(True, one_shape=True), True, "eager", "parallel fsdp"),
+        ("captured", Sharing(False, True, True), True, "eager", "norms that are shared"),
+        ("compiled", Sharing(), False, "compiled", "asked for"),
+        ("compiled", Sharing(sharded=True), True, "eager", "parallel fsdp"),
+        ("compiled", Sharing(shares_norms=True), True, "eager", "norms that are shared"),
+    ],
+)
+def test_steps_of_two_processes(
+    wanted: StepKind, sharing: Sharing, nccl: bool, kind: str, said: str
+) -> None:
+    compute = Compute(torch.device("cuda"), torch.float32, World(0, 2, 0, nccl))
+    cost = CompileCost(saved=4e-3, taken=8.0)
+    choice = choose_kind(wanted, compute, 10, cost, sharing=sharing)
+    assert choice.kind == kind
     assert said in choice.reason
 
 

@@ -33,7 +33,7 @@ class ArmTimes:
     per_step: float | None  # mean time of a step after warm-up, in the compared runs
     validation: float | None  # a run's evaluations on the split that selects the weights
     evaluation: Summary | None  # one of these evaluations
-    evaluations: float | None  # how many a run has
+    evaluations: float | None  # number of these evaluations in a run
     utilisation: float | None  # of the GPU, in percent
     step: float | None  # an interleaved step
     step_cv: float | None  # coefficient of variation of the blocks of interleaved steps

@@ -32,7 +32,7 @@ from frostlab.errors import BadInput
 from frostlab.recipe.data import ChallengeEEG, EEGData, MatlabEEG, MneEEG, RecordedEEG, SimulatedEEG
 from frostlab.storage import build_once, cache_folder, digest_of, file_digest
 
-_CUT = ("length", "hop", "windows")  # settings that cut windows and leave the recordings alone
+_CUT = ("length", "hop", "windows")  # settings of windows; they do not change recordings
 FORMAT = 3  # version of stored recordings; raise it when simulation or preprocessing changes
 
 
@@ -99,7 +99,7 @@ def load_recordings(
 
 
 def recorded_like(data: EEGData, path: str) -> RecordedEEG:
-    """Return settings that read the recordings at `path` as a recipe reads its own.
+    """Return settings that read the recordings at `path` as a recipe reads its own recordings.
 
     For simulated EEG, they read the Auditory EEG Challenge's .npy files.
     """
@@ -184,8 +184,8 @@ def gather(
 ) -> Recordings:
     """Split recordings that are in memory, such as the results of `from_mne`.
 
-    `unseen` names the subjects to hold out, or is a share of the subjects. Of each other subject,
-    the last `report` recordings are for reporting, and the `tune` recordings before them for
+    `unseen` names the subjects to hold out, or is a share of the subjects. For every other subject,
+    the last `report` recordings are for reporting, and the `tune` recordings before them are for
     tuning.
     """
     if not recordings:
@@ -256,7 +256,7 @@ def _write(
             store.add(role, recording)
             speech[name] = _speech_digest(recording)
     if [_stamp(file) for source in sources for file in source.files] != list(stamps):
-        raise BadInput(f"{folder} changed while it was read; run it again")
+        raise BadInput(f"{folder} changed while it was read; run the command again")
     origin = {
         role: f"{folder}: {_count(len(names), 'recording')} of "
         + _count(len({by_name[name].heading.subject for name in names}), "subject")

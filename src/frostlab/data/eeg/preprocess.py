@@ -57,7 +57,7 @@ def preprocess_eeg(
     band: Band | None,
     reference: Array | None = None,
 ) -> Recording:
-    """Check and preprocess EEG to decode; the envelope is unknown, and zero in the recording."""
+    """Check and preprocess EEG to decode; its envelope is unknown, and set to zero."""
     check_shape(name, eeg)
     check_eeg(name, eeg, channels)
     check_reference(name, eeg, reference)
@@ -87,7 +87,7 @@ def check_reference(name: str, eeg: Array, reference: Array | None) -> None:
     if not len(reference) == len(eeg) == finite:
         raise BadInput(
             f"{name}: the EEG has {len(eeg)} samples and the reference {len(reference)}, "
-            f"{finite} of them finite; it needs one finite sample for each of the EEG"
+            f"{finite} of them finite; each sample of the EEG needs a finite one of the reference"
         )
 
 
@@ -146,13 +146,13 @@ def resample(x: Array, rate: float, wanted: float, name: str) -> Array:
         return x
     if rate < wanted:
         raise BadInput(
-            f"{name} is at {rate:g} Hz and data.rate is {wanted:g} Hz; set it to {rate:g} or less"
+            f"{name} is at {rate:g} Hz and data.rate is {wanted:g} Hz; lower data.rate to {rate:g}"
         )
     ratio = Fraction(wanted / rate).limit_denominator(1000)
     if abs(float(ratio) * rate - wanted) > 1e-6 * wanted:
         raise BadInput(
             f"{name} is at {rate:g} Hz, which has no simple ratio to data.rate {wanted:g} Hz; "
-            f"set it to e.g. {rate / 2:g}"
+            f"set data.rate to {rate / 2:g}, for example"
         )
     lowered: Array = signal.resample_poly(
         x, ratio.numerator, ratio.denominator, axis=0, padtype="line"

@@ -49,7 +49,7 @@ class Source:
 
 
 def find_folder(path: str, data_dir: Path | None) -> Path:
-    """Find a folder by its path, relative to the working folder, else to the user's data folder."""
+    """Find a folder by its path, relative to the working folder or to the user's data folder."""
     parent = data_dir or (Path(env) if (env := os.environ.get("FROSTLAB_DATA")) else None)
     places = [named_path(path, "data.path")]
     if parent is not None and not places[0].is_absolute():
@@ -409,8 +409,9 @@ def read_eeg(
 ) -> tuple[Recording, tuple[str, ...]]:
     """Read the EEG of a file, without the speech; return its channel names, too.
 
-    The subject is the part of the file's name (MATLAB: its folder's name, or sub-001 if
-    that folder also has the envelopes) that is one of `subjects`, or "" if no part is.
+    The subject is the part of the file's name that is one of `subjects`, or "" if no part is. For
+    MATLAB's files, the name of the folder is taken instead, or sub-001 if the folder also has the
+    envelopes.
     """
     parts = path.stem.removesuffix(f"{_SEPARATOR}eeg").split(_SEPARATOR)
     name = _SEPARATOR.join(parts)

@@ -159,7 +159,7 @@ def windows(
         last = len(recording) - length  # the last possible start
         if last < 0:
             raise BadInput(
-                f"{recording.name} has {len(recording)} samples, a window {length}; "
+                f"{recording.name} has {len(recording)} samples, but a window has {length}; "
                 f"set data.length to {len(recording)} or less"
             )
         if hop is None:
@@ -270,7 +270,7 @@ def subjects_of(recordings: Iterable[Recording]) -> tuple[str, ...]:
 def check_channels(name: str, count: int, first: str, expected: int) -> None:
     """Refuse a recording without the `expected` number of channels, which `first` has."""
     if count != expected:
-        raise BadInput(f"{name} has {count} channels, {first} has {expected}")
+        raise BadInput(f"{name} has {count} channels, but {first} has {expected}")
 
 
 def recording_digest(role: str, recording: Recording) -> str:

@@ -33,7 +33,7 @@ class HoldOut:
 
     seen: tuple[str, ...] | None = None  # subjects to train on; None: all that are not unseen
     unseen: tuple[str, ...] | float | None = None  # subjects to hold out: names, or a share
-    tune: int | None = None  # recordings per subject; None: by the prefixes of files, else 1
+    tune: int | None = None  # recordings per subject; None: set by file prefixes, if any, or 1
     report: int | None = None  # recordings per subject; None: as for tune
     # If given, replaces tune and report: the number, from 1, of each subject's recording to report.
     # The next recording is for tuning.

@@ -95,7 +95,7 @@ def training(
 
 
 def _zoomed(chart: Any, name: str = "zoom") -> Any:
-    """Return a chart in which one can zoom and move; the panels of a figure need several names."""
+    """Return a chart in which one can zoom and move; each panel of a figure needs its own name."""
     return chart.add_params(_altair().selection_interval(name=name, bind="scales"))
 
 

@@ -151,7 +151,7 @@ def _training_figure(run: OneRun) -> Figure | None:
         f"{plain(run.metric)} at each evaluation on the selecting split ({better} is better), the "
         "best of the last stage with a ring."
     )
-    loss = "the loss of the training steps; of a long run, each point is the mean of neighbours."
+    loss = "the loss of the training steps; in a long run, each point is the mean of neighbours."
     both = f"Above, {shown} Below, {loss}"
     caption = both if evaluations and losses else shown if evaluations else loss.capitalize()
     rows = [*({"curve": plain(run.metric)} | row for row in evaluations),
@@ -177,7 +177,7 @@ def _evaluation_rows(run: OneRun) -> list[dict[str, Any]]:
 
 
 def _results(run: OneRun) -> list[Block]:
-    """Return the reported metrics beside those of the best and the last evaluation."""
+    """Return the metrics of the report, of the best evaluation and of the last evaluation."""
     report, last = run.value("report") or {}, run.value("last") or {}
     stages = run.value("stages") or []
     best = stages[-1]["metrics"] if stages else {}
@@ -234,13 +234,13 @@ def _curves(run: OneRun) -> list[Block]:
     rates = [(event.step, event.rate) for event in run.events if isinstance(event, StepEvent)]
     shown = (
         ("learning-rate", "Learning rate", "learning rate", rates,
-         "The learning rate at the end of each recorded block of steps; of a long run, each point "
+         "The learning rate at the end of each recorded block of steps; in a long run, each point "
          "is the mean of neighbouring blocks."),
         ("gradient-norm", "Gradient norm", "norm before clipping", run.per_step("norm"),
-         "The norm of the whole gradient of each step, before clipping; of a long run, each point "
+         "The norm of the whole gradient of each step, before clipping; in a long run, each point "
          "is the mean of neighbouring steps."),
         ("step-time", "Step time", "milliseconds", run.per_step("ms"),
-         "The time of each step; the first steps warm up. Of a long run, each point is the mean of "
+         "The time of each step; the first steps warm up. In a long run, each point is the mean of "
          "neighbouring steps."),
     )  # fmt: skip
     blocks: list[Block] = []
@@ -403,9 +403,9 @@ _HEAT = {
     "ratio": "How far a step moved the weights, relative to their norm.",
 }
 _HEAT_KEY = (
-    " Rows are parts of the model or whole layers; a column is a measured step or, with many, the "
-    "median of several. Brighter is larger. Signs: · frozen, - no gradient, ! NaN or infinity; the "
-    "digit zero is a value of zero."
+    " A row is a part of the model or a whole layer. A column is a measured step or, if there are "
+    "too many, the median of several steps. Brighter is larger. Signs: · frozen, - no gradient, "
+    "! NaN or infinity; the digit zero is a value of zero."
 )
 
 
@@ -443,9 +443,9 @@ def _flow(run: OneRun) -> list[Block]:
         if (chart := front_chart(flow)) is not None:
             ends = [{"step": report.step, **report.largest} for report in flow.reports]
             caption = (
-                "The largest absolute gradient of a tensor, averaged over the first two layers, "
-                "relative to the head's. The dashed lines are the thresholds of the verdicts that "
-                "stand next to them."
+                "For each tensor, the largest absolute gradient is taken. The line is its average "
+                "over the first two layers, divided by the head's. The dashed lines are the "
+                "thresholds of the verdicts that stand next to them."
             )
             blocks.append(Figure(f"flow-front{suffix}", f"Front over output gradient{where}",
                                  chart, caption, ends, (EVENTS,)))  # fmt: skip

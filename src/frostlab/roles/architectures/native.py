@@ -17,7 +17,7 @@ from frostlab.roles.parts import Heads
 MULTIHEAD: Table = {
     "in_proj_weight": QKV,
     "in_proj_bias": QKV,
-    "q_proj_weight": "query",  # these three if keys or values have their own input width
+    "q_proj_weight": "query",  # these three exist if keys or values have their own width
     "k_proj_weight": "key",
     "v_proj_weight": "value",
     "bias_k": "other",  # an extra key and value, with add_bias_kv=True

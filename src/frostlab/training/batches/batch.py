@@ -87,7 +87,7 @@ def row_lengths(tokens: Tokens, rows: Rows | slice = slice(None)) -> NDArray[np.
 
 
 def padding_limit(tokens: Tokens, device: torch.device) -> int | None:
-    """Return the `limit` of `collate`: the longest example's length on CUDA, None elsewhere."""
+    """Return the `limit` of `collate`: the longest example's length on CUDA, else None."""
     return int(tokens.lengths.max()) if prepares_kernels(device) else None
 
 
@@ -225,7 +225,7 @@ class Examples(Protocol):
         """Return the rows of each step of an epoch."""
 
     def evaluation_order(self, batch: int) -> Order:
-        """Return the rows of each batch of an evaluation; `batch` of the longest fill a batch."""
+        """Return the rows of each batch of an evaluation; the first has the `batch` longest."""
 
     def scored(self, rows: Rows) -> int:
         """Return the number of scored targets of these examples."""
@@ -282,7 +282,7 @@ class TokenExamples:
 
 @dataclass(frozen=True)
 class WindowExamples:
-    """Windows of EEG recordings: for training at random or regular starts, else on a fixed grid."""
+    """Windows of EEG: at random or regular starts in training, on a fixed grid in evaluations."""
 
     windows: Windows
 

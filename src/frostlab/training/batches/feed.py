@@ -22,7 +22,7 @@ from frostlab.training.distributed import Compute
 
 
 def packs_examples(train: Train) -> bool:
-    """Return whether a recipe packs examples into one row, in all stages or those with a cache."""
+    """Return whether a recipe packs examples into one row, at least in stages with a cache."""
     return train.batching == "packed" or train.cache_prefix is not None
 
 
@@ -72,6 +72,17 @@ class Feed:
         if self.shapes is not None:
             return len(self.shapes.widths)
         return max(1, len(getattr(self.examples, "widths", ())))
+
+    @property
+    def one_shape(self) -> bool:
+        """Return whether the micro-batches of all steps and processes have the same shape.
+
+        The batch is a multiple of processes × micro-batches, so a full one is divided evenly.
+        """
+        fixed = not isinstance(self.examples, TokenExamples) or self.examples.width is not None
+        return (
+            not self.packs and fixed and {len(rows) for rows in self.order(0)} == {self.train.batch}
+        )
 
     def order(self, epoch: int) -> Order:
         """Return the examples of every step of an epoch."""

@@ -59,7 +59,7 @@ class Prefix:
 def prefix_depth(model: nn.Module) -> int:
     """Return the number of layers below the first trainable layer; 0 if the embedding learns.
 
-    It is 0 too if frostlab cannot run the model layer by layer.
+    The result is also 0 if frostlab cannot run the model layer by layer.
     """
     stack = take_apart(model)
     if stack is None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from frostlab.devices import captures_graphs, runs_ahead
 from frostlab.recipe.settings import Optim, StepKind, Train
 from frostlab.storage import cache_folder
-from frostlab.training.distributed import Compute, blocks, wrap_model
+from frostlab.training.distributed import Compute, GradientSum, World, blocks, wrap_model
 from frostlab.training.step.captured import CapturedStep
 from frostlab.training.step.compiled import CompiledStep
 from frostlab.training.step.eager import EagerStep
@@ -28,9 +28,9 @@ _COMPILE_SECONDS = {"GPT": 4.0, "Decoder": 4.0, "Conformer": 15.0}  # by the mod
 _OTHER_COMPILE_SECONDS = 8.0  # BERT's
 _USUAL_SAVED = 2e-3  # seconds per step, where the size of a step is not known
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
-# Compiling is repeated for every shape of batches, in about half the time of the first: with the 7
-# widths of imdb-gpt, setting up and preparing new shapes took 21 s (docs/measurements.md, "A whole
-# run on an H200").
+# Further shapes of batches are compiled in about half the time of the first: with the 7 widths of
+# imdb-gpt and an empty cache, setting up and preparing new shapes took 21 s longer (docs/
+# measurements.md, "A whole run on an H200").
 _FURTHER_SHAPE = 0.5
 _SHARED_BY = 2  # assumed number of runs that share compiled code, such as two arms or two seeds
 
@@ -43,7 +43,7 @@ class CompileCost:
     taken: float
 
     def pays(self, steps: int) -> bool:
-        """Return whether compiling saves time over `_SHARED_BY` runs with so many steps each."""
+        """Return whether compiling saves time over `_SHARED_BY` runs of `steps` steps each."""
         return _SHARED_BY * steps * self.saved > self.taken
 
     def describe(self, steps: int) -> str:
@@ -82,28 +82,61 @@ class Choice:
     reason: str
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """How several processes share a model and its batches."""
+
+    sharded: bool = False  # by FSDP
+    shares_norms: bool = False  # whether there is a SyncBatchNorm
+    one_shape: bool = False  # whether all micro-batches of all processes have the same shape
+
+    def obstacle(self, wanted: StepKind, world: World) -> str | None:
+        """Return why these processes cannot take the wanted steps; None if they can."""
+        # both exchange tensors in the forward pass, so processes cannot compile at different steps
+        if self.sharded:
+            return "steps with parallel fsdp are neither compiled nor captured"
+        if self.shares_norms:
+            return "norms that are shared by processes need eager steps"
+        if wanted == "compiled":
+            return None
+        if not world.nccl:
+            return f"graphs of {world.size} processes need NCCL, and a GPU for each of them"
+        if not self.one_shape:
+            return (
+                f"graphs of {world.size} processes need batches of one shape, as with batching "
+                "fixed and drop_last"
+            )
+        return None
+
+
 def choose_kind(
     wanted: StepKind,
     compute: Compute,
     steps: int,
     cost: CompileCost,
     watches_inside: bool = False,
+    sharing: "Sharing | None" = None,
 ) -> Choice:
     """Return the wanted kind of step, or eager if that kind cannot work; `auto` wants captured.
 
     A captured step is compiled if that saves time in stages of `steps` steps, counted over the runs
     that are assumed to share the compiled code (`CompileCost.pays`). `watches_inside`: whether the
-    gradient-flow measurement reads activations of the forward pass.
+    gradient-flow measurement reads activations of the forward pass. `sharing` matters only with
+    several processes.
     """
     if wanted == "eager":
         return Choice("eager", False, "asked for")
     obstacle = None
     if watches_inside:
         obstacle = "watch.dead_units and watch.attention_entropy need eager steps"
-    elif compute.world.size > 1:
-        obstacle = f"with {compute.world.size} processes steps are neither compiled nor captured"
+    elif compute.world.size > 1 and wanted == "auto":
+        obstacle = (
+            f"with {compute.world.size} processes steps are eager unless another kind is asked for"
+        )
     elif not captures_graphs(compute.device) and wanted != "compiled":
         obstacle = f"graphs are captured on CUDA, not on {compute.device.type}"
+    elif compute.world.size > 1:
+        obstacle = (sharing or Sharing()).obstacle(wanted, compute.world)
     if obstacle is not None:
         return Choice("eager", False, obstacle)
     if wanted == "compiled":
@@ -126,6 +159,7 @@ def build_step(
     unused: bool = False,
     lr_scales: Mapping[str, float] | None = None,
     watches_inside: bool = False,
+    one_shape: bool = False,
 ) -> EagerStep:
     """Build the step that `choose_kind` chooses, and its optimizer, for a stage of `steps` steps.
 
@@ -135,16 +169,20 @@ def build_step(
         unused: whether some trainable parameters get no gradient.
         lr_scales: factors of the learning rate by parameter name; the default factor is 1.
         watches_inside: whether the gradient-flow measurement reads activations.
+        one_shape: whether all micro-batches of all processes have the same shape.
     """
     world = compute.world
+    sharded = world.size > 1 and train.parallel == "fsdp"
+    shares_norms = any(isinstance(m, nn.SyncBatchNorm) for m in objective.modules())
+    sharing = Sharing(sharded, shares_norms, one_shape)
     cost = compile_cost(objective.model, tokens, shapes)
-    choice = choose_kind(train.step, compute, steps, cost, watches_inside)
+    choice = choose_kind(train.step, compute, steps, cost, watches_inside, sharing)
     if choice.compiles:
         keep_compiled_code()
-    wrapped = wrap_model(objective, world, train.parallel, unused)
-    sharded = world.size > 1 and train.parallel == "fsdp"
+    sums = choice.kind == "captured" and world.nccl
+    wrapped = objective if sums else wrap_model(objective, world, train.parallel, unused)
     copies = None
-    if world.size == 1 and compute.half and has_kernel(compute.device, compute.precision):
+    if (sums or world.size == 1) and compute.half and has_kernel(compute.device, compute.precision):
         copies = _bf16_copies(objective.model)
     optimizer = build_optimizer(
         objective.model,
@@ -155,9 +193,12 @@ def build_step(
         lr_scales=lr_scales,
     )
     if choice.kind == "captured":
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        gradient_sum = GradientSum(objective, trained, world) if sums else None
         return CapturedStep(
-            wrapped, optimizer, compute, optim.clip, choice.reason, copies, choice.compiles
-        )
+            wrapped, optimizer, compute, optim.clip, choice.reason, copies, gradient_sum,
+            compiles=choice.compiles,
+        )  # fmt: skip
     if choice.kind == "compiled":
         return CompiledStep(wrapped, optimizer, compute, optim.clip, choice.reason, copies)
     return EagerStep(wrapped, optimizer, compute, optim.clip, choice.reason, copies)

@@ -5,10 +5,14 @@ and updates) is measured. The first step of a shape, and shapes past the 64th, r
 A graph reads the batch, the learning rate and the number of scored targets from one static buffer,
 which a single copy fills, and writes the three values of the step's `Outcome`. Dropout masks still
 differ from step to step, because a replay reads the current state of the random generator.
+
+With several processes, a graph also records the all-reduce of gradients (`GradientSum`). NCCL asks
+that all processes record and replay it at the same steps, so their batches must have one shape.
 """
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -52,7 +56,7 @@ class CapturedStep(CompiledStep):
         }
         self._graphs: dict[Any, _CapturedGraph] = {}
         self._seen_shapes: set[Any] = set()
-        self._record = record or _Recorder(self.device)
+        self._record = record or _Recorder(self.device, reduces=self.gradient_sum is not None)
         self._captures = self._captures_measured = True
         # while a graph is recorded: whether it is for measured steps; otherwise None
         self._recording: bool | None = None
@@ -111,17 +115,20 @@ class CapturedStep(CompiledStep):
         fill_tables = getattr(self.optimizer, "fill_address_tables", list)
         if self.flow is not None and measured:
             self.flow.refresh()  # before recording: its tensors must lie outside the graph
+        graph, problem = None, "another process failed"
         try:
             replay = self._record(step)
-            tables = fill_tables()
+            graph = _CapturedGraph(inputs, outputs, replay, fill_tables())
         except Exception as error:  # models fail to be captured in many ways
             fill_tables()
-            self.optimizer.zero_grad(set_to_none=True)
-            self._give_up(first_line(error), measured)
-            return None
+            problem = first_line(error)
         self.optimizer.zero_grad(set_to_none=True)
-        self._graphs[shape, measured] = _CapturedGraph(inputs, outputs, replay, tables)
-        return self._graphs[shape, measured]
+        # a process must not replay an all-reduce that another process did not record
+        if not self.compute.world.same(graph is not None) or graph is None:
+            self._give_up(problem, measured)
+            return None
+        self._graphs[shape, measured] = graph
+        return graph
 
     def _give_up(self, problem: str, measured: bool) -> None:
         """Stop capturing: only measured steps if a measured step failed, otherwise all steps."""
@@ -145,6 +152,12 @@ class CapturedStep(CompiledStep):
         elif self._recording and self.flow is not None:
             self.flow.probe.after_step()
 
+    def close(self) -> None:
+        """Free the graphs: NCCL waits for those with an all-reduce before it ends its group."""
+        self._graphs, self._seen_shapes = {}, set()
+        if isinstance(self._record, _Recorder):
+            self._record.free()
+
     def fall_back(self, reason: str) -> None:
         """Continue without graphs if capturing failed, or with eager layers if compiling failed."""
         if not self._captures:
@@ -153,10 +166,15 @@ class CapturedStep(CompiledStep):
 
 
 class _Recorder:
-    """A recorder of CUDA graphs that share one memory pool."""
+    """A recorder of CUDA graphs that share one memory pool.
 
-    def __init__(self, device: torch.device) -> None:
+    `reduces`: whether the graphs hold an all-reduce. A thread of torch's process group then asks
+    for events of NCCL at any time, which must not break the recording.
+    """
+
+    def __init__(self, device: torch.device, reduces: bool = False) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
+        self.mode = "thread_local" if reduces else "global"
         self.alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self.pool: Any = None
 
@@ -168,7 +186,9 @@ class _Recorder:
         state = generator.clone_state()
         torch.cuda.synchronize(self.device)
         try:
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            with torch.cuda.graph(
+                graph, pool=self.pool, stream=self.stream, capture_error_mode=self.mode
+            ):
                 work()
         except Exception as error:
             # a failed capture leaves the generator in capture mode
@@ -177,6 +197,14 @@ class _Recorder:
             raise (error.__context__ or error) from None
         self.alive.add(graph)
         return graph.replay
+
+    def free(self) -> None:
+        """Free all graphs, even those that a traceback refers to."""
+        with suppress(RuntimeError):  # of a device that has failed; its own error is reported
+            torch.cuda.synchronize(self.device)  # a graph may still be running
+            for graph in list(self.alive):
+                graph.reset()
+        self.alive.clear()
 
 
 class StaticInputs:

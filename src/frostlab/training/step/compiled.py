@@ -4,6 +4,7 @@ If compiling fails, all layers run eagerly, and the step's `reason` says why.
 """
 
 import operator
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,10 +20,12 @@ from frostlab.devices import captures_graphs
 from frostlab.errors import first_line
 from frostlab.surgery.stale import changes
 from frostlab.training.batches.batch import Batch
-from frostlab.training.distributed import Compute, blocks
+from frostlab.training.distributed import Compute, GradientSum, blocks
 from frostlab.training.step.eager import EagerStep
 from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import Bf16Copies
+
+_RECOMPILE_LIMIT = 64  # torch's own, 8, would leave some modules of a Conformer uncompiled
 
 
 class CompiledStep(EagerStep):
@@ -38,9 +41,10 @@ class CompiledStep(EagerStep):
         clip: float | None,
         reason: str = "",
         copies: Bf16Copies | None = None,
+        gradient_sum: GradientSum | None = None,
         compiles: bool = True,
     ) -> None:
-        super().__init__(objective, optimizer, compute, clip, reason, copies)
+        super().__init__(objective, optimizer, compute, clip, reason, copies, gradient_sum)
         self._all_parameters = list(self.objective.parameters())
         self._state_at_compile = self._guarded_state()
         self.compiles, self._tried_shapes = compiles, set[Any]()
@@ -62,12 +66,16 @@ class CompiledStep(EagerStep):
         return len(self._tried_shapes)
 
     def _try_compiling(self, parts: list[Batch], scored: int | Tensor) -> None:
-        """Compile for a new shape in a dry run, and fall back to eager layers if that fails."""
+        """Compile for a new shape in a dry run, and fall back to eager layers if that fails.
+
+        With several processes the dry run is local: each meets new shapes at its own steps.
+        """
         shape = shape_key(parts)
         if not self.compiles or shape in self._tried_shapes:
             return
         try:
-            self.dry_run(parts, scored)
+            with _raised_recompile_limit():
+                self.dry_run(parts, scored, local=True)
         except Exception as error:  # compilers raise errors of many types
             uncompile(self.objective)
             self.compiles = False
@@ -82,9 +90,10 @@ class CompiledStep(EagerStep):
     def _guarded_state(self) -> tuple[Any, ...]:
         """Return the state that compiled or captured code depends on, e.g. which weights learn."""
         # the supervision (which layers have a loss) determines which weights get a gradient
-        supervision = getattr(self.objective, "supervision", None)
+        objective = self.local_objective
+        supervision = getattr(objective, "supervision", None)
         trainable = (p.requires_grad for p in self._all_parameters)
-        return (changes(self.objective), self.objective.training, supervision, *trainable)
+        return (changes(objective), objective.training, supervision, *trainable)
 
     def _recompile_if_changed(self) -> bool:
         """Compile again and return True if the guarded state changed, as when a weight is thawed.
@@ -95,6 +104,8 @@ class CompiledStep(EagerStep):
             return False
         self._all_parameters = list(self.objective.parameters())
         self._state_at_compile, self._tried_shapes = self._guarded_state(), set()
+        if self.gradient_sum is not None:
+            self.gradient_sum.reset()
         if self.compiles:
             uncompile(self.objective)
             compile_layers(self.objective)
@@ -112,13 +123,27 @@ def shape_key(parts: list[Batch]) -> Any:
 def compile_layers(objective: nn.Module) -> None:
     """Compile every layer separately: equal layers share the compiled code, which saves time.
 
-    A model whose layers are not known is compiled as a whole.
+    The modules that a model names in `compiled_parts`, such as those before its layers, are
+    compiled separately, too. A model whose layers are not known is compiled as a whole.
     """
     for module in objective.modules():
         if isinstance(module, Objective):
-            for block in blocks(module.model) or [module.model]:
-                on_cuda = any(captures_graphs(p.device) for p in block.parameters())
-                block.compile(backend=joining_backend if on_cuda else "inductor")
+            model = module.model
+            names: tuple[str, ...] = getattr(model, "compiled_parts", ())
+            parts = [getattr(model, name) for name in names if hasattr(model, name)]
+            for part in [*parts, *blocks(model)] or [model]:
+                on_cuda = any(captures_graphs(p.device) for p in part.parameters())
+                part.compile(backend=joining_backend if on_cuda else "inductor")
+
+
+@contextmanager
+def _raised_recompile_limit() -> Iterator[None]:
+    """Raise torch's limit of recompilations: all modules of a model together count as one."""
+    import torch._dynamo  # imported here because it takes seconds
+
+    limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        yield
 
 
 def uncompile(objective: nn.Module) -> None:
@@ -131,6 +156,9 @@ def uncompile(objective: nn.Module) -> None:
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Run compiled modules eagerly: for evaluations, compiling takes more time than it saves."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing this takes a second
+        yield
+        return
     with torch.compiler.set_stance("force_eager"):
         yield
 

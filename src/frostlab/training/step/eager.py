@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from frostlab.devices import forked_devices, prepares_kernels, seed_generators
 from frostlab.errors import FrostlabError
@@ -16,6 +17,7 @@ from frostlab.storage import derive_seed
 from frostlab.training.batches.batch import Batch
 from frostlab.training.distributed import (
     Compute,
+    GradientSum,
     accumulate_gradients,
     full_tensor,
     preserve_buffers,
@@ -84,9 +86,14 @@ class EagerStep:
         clip: float | None,
         reason: str = "",
         copies: Bf16Copies | None = None,
+        gradient_sum: GradientSum | None = None,
     ) -> None:
         self.objective, self.optimizer, self.compute = objective, optimizer, compute
+        # the objective without DDP: its gradients are not averaged over processes
+        self.local_objective = objective.module if isinstance(objective, DDP) else objective
         self.clip, self.reason, self.copies = clip, reason, copies
+        # sums gradients over all processes; None: DDP or FSDP does, or there is only one process
+        self.gradient_sum = gradient_sum
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.reached = self.parameters  # parameters that got a gradient in the last step
         self.flow: LiveFlow | None = None  # measures norms of gradients and updates in some steps
@@ -105,6 +112,7 @@ class EagerStep:
     def work(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
         """Take the step over micro-batches on the device; return the outcome's three values."""
         loss = self.gradients(parts, scored)
+        self._sum_gradients()
         norm, clip_factor, broken = self._measure()
         self._update(clip_factor, broken)
         self.optimizer.zero_grad(set_to_none=True)
@@ -123,49 +131,65 @@ class EagerStep:
         if not prepares_kernels(self.device):
             return
         self.dry_run([part.to(self.device) for part in parts], scored)
+        self._sum_gradients()
         _, clip_factor, _ = self._measure()
         skip_update(self.optimizer, self.device, None if self.clip is None else clip_factor)
         self.optimizer.zero_grad(set_to_none=True)
 
-    def dry_run(self, parts: list[Batch], scored: int | Tensor) -> None:
-        """Compute gradients and keep them, but restore random generators and buffers."""
+    def dry_run(self, parts: list[Batch], scored: int | Tensor, local: bool = False) -> None:
+        """Compute gradients and keep them, but restore random generators and buffers.
+
+        `local`: without DDP, so that processes need not do this at the same step. `GradientSum`
+        does not sum the gradients either way.
+        """
         with torch.random.fork_rng(forked_devices(self.device)), preserve_buffers(self.objective):
-            self.gradients(parts, scored)
+            self.gradients(parts, scored, local)
 
     @contextmanager
     def gradients_now(self, parts: list[Batch], scored: int) -> Iterator[Gradient]:
         """Compute gradients without taking a step; inside, they can be read by parameter.
 
-        They are those of this batch with the current weights, before clipping. Graphs of captured
-        steps are not used, because their gradients lie in memory that other kernels overwrite.
+        They are computed from this batch with the current weights, before clipping. Graphs of
+        captured steps are not used, because their gradients lie in memory that other kernels
+        overwrite.
         """
         flow, self.flow = self.flow, None  # this is not a step to measure
         try:
             self.dry_run([part.to(self.device) for part in parts], scored)
+            self._sum_gradients()
             yield self._gradient
         finally:
             self.flow = flow
             self.optimizer.zero_grad(set_to_none=True)
 
-    def gradients(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
-        """Accumulate the gradients of the mean loss; return this process's summand of that loss."""
+    def gradients(self, parts: list[Batch], scored: int | Tensor, local: bool = False) -> Tensor:
+        """Accumulate the gradients of the mean loss; return this process's summand of that loss.
+
+        `local` leaves out DDP.
+        """
+        objective = self.local_objective if local else self.objective
         # bf16 copies get bf16 gradients, in which sums over micro-batches would be inexact
         if self.copies is not None and len(parts) == 1:
             with self.copies.in_place():
-                return self._backward(parts, scored)
-        return self._backward(parts, scored)
+                return self._backward(objective, parts, scored)
+        return self._backward(objective, parts, scored)
 
-    def _backward(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
+    def _backward(self, objective: nn.Module, parts: list[Batch], scored: int | Tensor) -> Tensor:
         total = torch.zeros((), device=self.device)
         # DDP and FSDP average gradients, so each process multiplies by their number
-        factor = torch.full((), float(self.compute.world.size), device=self.device) / scored
+        averaged = self.compute.world.size if self.gradient_sum is None else 1
+        factor = torch.full((), float(averaged), device=self.device) / scored
         for i, part in enumerate(parts):
-            with accumulate_gradients(self.objective, last=i == len(parts) - 1):
+            with accumulate_gradients(objective, last=i == len(parts) - 1):
                 with self.compute.autocast(), self._listening(), expect_gradient(factor):
-                    loss = self.objective(part)
+                    loss = objective(part)
                 loss.backward(factor.to(loss.dtype))
             total += loss.detach() / scored
         return total
+
+    def _sum_gradients(self) -> None:
+        if self.gradient_sum is not None:
+            self.gradient_sum([self._gradients(p) for p in self.parameters])
 
     def _measure(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradient norm, the clip factor, and the index for `Outcome.broken`."""
@@ -212,6 +236,9 @@ class EagerStep:
     def _after_step(self) -> None:
         if self.flow is not None:
             self.flow.after_step()
+
+    def close(self) -> None:
+        """Free what a step holds besides model and optimizer, such as CUDA graphs."""
 
     def name_of(self, index: int) -> str:
         """Return the name of the parameter to which `Outcome.broken` points."""

@@ -7,7 +7,7 @@ backward pass only scales the gradients.
 import functools
 import importlib.util
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,22 @@ KEPT = "kept"  # attribute of a head, while a step keeps a bf16 copy of its weig
 _ALIGNED = 64  # on a GPU, logits are padded to a multiple of this, to keep products fast
 
 
-@_disable_dynamo  # as in torch.optim: torch.compile of a caller skips this function
+def _skipped_by_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make torch.compile of a caller skip a function, as it skips the methods of optimizers.
+
+    Torch's own decorator imports the compiler even if nothing is compiled, which takes a second.
+    """
+    skipped = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        chosen = skipped if torch.compiler.is_compiling() else function
+        return chosen(*arguments, **options)
+
+    return call
+
+
+@_skipped_by_compiler
 def head_loss(
     hidden: Tensor | Sequence[Tensor],
     weight: Tensor,
@@ -79,8 +94,8 @@ _expected: list[Tensor | None] = [None]
 def expect_gradient(gradient: Tensor) -> Iterator[None]:
     """Announce the gradient of the losses that are computed in this context.
 
-    On a GPU, their forward pass multiplies by it where that costs nothing. If backward is then
-    called with this very tensor, it need not scale the gradients; otherwise it corrects them.
+    On a GPU, the forward pass multiplies the gradients by it where that costs nothing. If backward
+    is then called with this very tensor, it need not scale them; otherwise it corrects them.
     """
     _expected.append(gradient)
     try:
@@ -251,8 +266,8 @@ class _ChunkedLoss:
     """One pass over the tokens of every layer, which accumulates the head's gradients.
 
     Products are computed in `dtype`, sums in `sum_dtype`. On the CPU, only scored tokens are
-    computed. On a GPU, all are computed and the others masked, because the host would have to wait
-    for the number of scored tokens.
+    computed. On a GPU, all tokens are computed, and those that are not scored are masked, because
+    the host would have to wait for the number of scored tokens.
     """
 
     def __init__(

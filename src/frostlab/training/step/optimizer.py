@@ -5,7 +5,7 @@ The variant, `KernelAdamW`, also keeps bf16 copies of the weights up to date.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -184,8 +184,14 @@ class KernelAdamW(torch.optim.AdamW):
         self._spare_tables: list[Tensor] = []  # empty tables for the next graph
         self._layouts: dict[Any, list[Tensor]] = {}  # results of `_block_layout`
 
+    # Torch's versions of the next two methods import torch's compiler, which takes a second or
+    # more; the functions that they decorate do not need it.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        _undecorated("add_param_group")(self, param_group)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
+        _undecorated("zero_grad")(self, set_to_none)
         self.copies.clear()
 
     @torch.no_grad()
@@ -308,6 +314,13 @@ class KernelAdamW(torch.optim.AdamW):
             table[: len(values)] = torch.tensor(values)
             self._keep_spare_tables(table.device)
         return [table for table, _ in unfilled]
+
+
+def _undecorated(name: str) -> Callable[..., None]:
+    """Return the function of torch's `Optimizer` that a method with this name decorates."""
+    method = getattr(torch.optim.Optimizer, name)
+    function: Callable[..., None] = getattr(method, "__wrapped__", method)
+    return function
 
 
 @dataclass(frozen=True)
