@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from frostlab.errors import BadInput
 from frostlab.launcher import AT_ONCE
 from frostlab.matrix.queue import Ended
 from frostlab.matrix.task import Outcome, Task, run_task
@@ -272,7 +273,7 @@ def _output_to(logs: Path | None, task: Task) -> Iterator[None]:
         return
     try:
         file = open_append(logs / f"{task.path.name}.log")
-    except OSError:  # a full disk; the run itself reports it
+    except (OSError, BadInput):  # a full disk; the run itself reports it
         yield
         return
     with file:
