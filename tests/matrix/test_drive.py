@@ -1,5 +1,6 @@
 """The driver of a matrix: crashes, kill -9, requests, two at once, a plan that changed."""
 
+import errno
 import json
 import os
 import signal
@@ -163,6 +164,19 @@ def test_the_holder_of_a_lock_is_known_only_while_it_lives(tmp_path: Path) -> No
         assert holder is not None
         assert (holder.name, holder.pid) == ("mine", os.getpid())
     assert holder_of(tmp_path) is None
+
+
+def test_a_driver_that_cannot_write_says_so_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("frostlab.matrix.store.write_whole", full)
+    folder = MatrixFolder(tmp_path / "runs", "mine")
+    with pytest.raises(fl.BadInput, match=r"matrices cannot be written \(No space left"):
+        drive(plan_of(tmp_path, 1), folder, CPU)
+    assert holder_of(folder.runs) is None
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 import frostlab as fl
-from frostlab.matrix.mirror import Receiver, Sender, all_pieces
 from frostlab.matrix.places import Places
+from frostlab.matrix.ray_tasks import Receiver, Sender, all_pieces
 from frostlab.records.folder import RunRecord
 from tiny import tiny
 
@@ -33,7 +33,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_mirrored_folder_is_the_same_after_every_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("frostlab.matrix.mirror._PIECE_BYTES", 3)
+    monkeypatch.setattr("frostlab.matrix.ray_tasks._PIECE_BYTES", 3)
     here, there = tmp_path / "here", tmp_path / "there"
     sender, receiver = Sender(here), Receiver(there)
 

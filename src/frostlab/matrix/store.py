@@ -278,7 +278,10 @@ def driving(folder: MatrixFolder) -> Iterator[None]:
         )
     try:
         holder = Holder(folder.name, os.getpid(), socket.gethostname())
-        write_whole(parent / _HOLDER, json.dumps(asdict(holder)) + "\n")
+        try:
+            write_whole(parent / _HOLDER, json.dumps(asdict(holder)) + "\n")
+        except OSError as error:
+            raise BadInput(f"{parent} cannot be written ({error.strerror})") from None
         yield
     finally:
         lock.release()
