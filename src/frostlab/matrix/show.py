@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from frostlab.matrix.status import ENDED, FAILED, MatrixStatus, RunStatus
@@ -78,7 +77,7 @@ def _alone(runs: Sequence[RunStatus]) -> list[RunStatus]:
 
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    return sum(known) / len(known) if known else None
 
 
 def _gap(runs: Sequence[RunStatus], by_name: dict[str, RunStatus]) -> str | None:
@@ -95,9 +94,10 @@ def _gap(runs: Sequence[RunStatus], by_name: dict[str, RunStatus]) -> str | None
             relative += [(row.value - base.value) / base.value] if base.value else []
     if not gaps:
         return None
-    share = f" ({100 * fmean(relative):+.1f} %)" if relative else ""
+    mean_share = _mean(relative)
+    share = "" if mean_share is None else f" ({100 * mean_share:+.1f} %)"
     seeds = f", {len(gaps)} seeds" if len(gaps) > 1 else ""
-    return f"{runs[0].metric} {fmean(gaps):+.4g}{share}{seeds}"
+    return f"{runs[0].metric} {sum(gaps) / len(gaps):+.4g}{share}{seeds}"
 
 
 def _status(runs: Sequence[RunStatus]) -> str:

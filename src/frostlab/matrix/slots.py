@@ -12,8 +12,9 @@ from frostlab.records.telemetry import Gpu, NoGpu, wanted_gpu
 from frostlab.text import counted
 
 _MOST_AT_ONCE = 256
-# With more runs at once on one GPU, a run takes longer: processes take turns on it. Both numbers
-# are the best of `python benchmarks/sharing.py`; see docs/measurements.md.
+# First trials on an H200, before workers stayed warm: 25 language-model runs took 30 s a run one
+# after another, 15 s with 5 at once and 22 s with 10, because processes take turns on the GPU.
+# `python benchmarks/sharing.py` measures it again; with MPS, nothing has been measured yet.
 BEST_AT_ONCE = 5
 BEST_WITH_MPS = 10
 _MEMORY_SHARE = 0.9  # of the free memory that the runs of a device may need together

@@ -5,7 +5,6 @@ device, and why a run has failed before it had a record.
 """
 
 import socket
-import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,6 @@ from typing import Any
 from frostlab.errors import BadInput
 from frostlab.matrix.store import DriverState, MatrixFolder, PlannedRun, RunState, find_matrix
 from frostlab.records.index import EVENTS, Summary, lines_backwards, list_runs
-from frostlab.records.telemetry import Gpu, wanted_gpu
 from frostlab.storage import open_regular
 from frostlab.typed import parse
 
@@ -179,8 +177,8 @@ def _progress(path: Path) -> tuple[int | None, int | None, float | None, float |
         if values.get("kind") == "step" and loss is None:
             losses, milliseconds = values.get("loss") or [None], values.get("ms") or []
             loss = losses[-1]
-            if milliseconds and statistics.median(milliseconds) > 0:
-                speed = 1e3 / statistics.median(milliseconds)
+            median = sorted(milliseconds)[len(milliseconds) // 2] if milliseconds else 0.0
+            speed = 1e3 / median if median > 0 else None
         if values.get("kind") == "stage":
             steps = values["step"] + values["steps"]
             break
@@ -246,16 +244,21 @@ def _seconds_left(rows: Sequence[RunStatus], at_once: int) -> float | None:
     waiting = sum(row.state in ("waiting", "pending") for row in rows)
     if not durations:
         return None
-    mean = statistics.fmean(durations)
+    mean = sum(durations) / len(durations)
     rest = sum(mean if row.seconds_left is None else row.seconds_left for row in running)
     return (rest + waiting * mean) / at_once
 
 
 def _gpus(rows: Iterable[RunStatus]) -> list[GpuStatus]:
     """Return the load of the GPUs on which runs train here."""
-    devices = {row.place for row in rows if row.state == "running" and row.place}
+    places = {row.place for row in rows if row.state == "running" and row.place}
+    devices = sorted(place for place in places if place.startswith("cuda"))
+    if not devices:
+        return []
+    from frostlab.records.telemetry import Gpu, wanted_gpu  # slow to import, and rarely needed
+
     gpus = []
-    for device in sorted(device for device in devices if device.startswith("cuda")):
+    for device in devices:
         with suppress(Exception):  # NVML's errors have their own class, which needs an extra
             gpu = Gpu(wanted_gpu(device))
             memory = gpu.ask("nvmlDeviceGetMemoryInfo")
