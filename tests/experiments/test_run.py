@@ -74,7 +74,7 @@ def test_the_same_call_trains_nothing_again(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("everything is done")
 
-    monkeypatch.setattr("frostlab.comparison.runner.run", refuse)
+    monkeypatch.setattr("frostlab.training.run.run", refuse)
     monkeypatch.setattr(frostlab.use.scoring, "evaluate_run", refuse)
     shutil.move(group_file.parent / "texts", group_file.parent / "away")
     try:
