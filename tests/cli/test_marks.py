@@ -23,7 +23,11 @@ UNMARKED = {
 FOLDERS = {"model", "tokenizer", "checkpoints"}
 BINARY = {".npz", ".png", ".pdf", ".lock"}
 # Commands that show no number of a run, and those whose marks other tests look for.
-WITHOUT_NUMBERS = {"recipes", "inspect", "note", "tag", "clean", "verify", "bench", "data"}
+# The lines of `matrix` and `logs` are headed by the name of a run, which has both marks.
+WITHOUT_NUMBERS = {
+    "recipes", "inspect", "note", "tag", "clean", "verify", "bench", "data", "matrix", "stop",
+    "logs",
+}  # fmt: skip
 SETTINGS = {"train.steps": 2, "model.layers": 1, "watch.every_n_steps": 1}
 
 
@@ -64,6 +68,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 COMMANDS = {  # arguments to try, by command
     "runs": [[], ["--json"], ["--group", "-seed"], ["--wide"]],
+    "status": [[], ["--json"], ["--markdown"]],
     "show": [["one"], ["one", "--json"]],
     "diff": [["one", "two"], ["one", "two", "--json"]],
     "evaluate": [["one"], ["one", "--json"], ["one", "--split", "train"],

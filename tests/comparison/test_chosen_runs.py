@@ -12,7 +12,6 @@ import yaml
 
 import frostlab as fl
 from comparing import plant
-from frostlab.comparison import runner
 from frostlab.comparison.load import plan_of_runs
 from frostlab.comparison.page import show
 from frostlab.comparison.plan import Plan
@@ -46,7 +45,7 @@ def unfinish(run: Path) -> None:
 def test_the_effect_is_that_of_the_planned_comparison(
     made: fl.Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "run", None)  # nothing is trained
+    monkeypatch.setattr("frostlab.training.run.run", None)  # nothing is trained
     arms = [made.folder / "runs" / f"{name}-s*" for name in ("baseline", "oelm", "oelm-random")]
     compared = fl.compare_runs(*arms, out=tmp_path / "c")
     assert list(compared.evidence.arms) == ["baseline", "oelm", "oelm-random"]

@@ -10,7 +10,6 @@ import pytest
 
 import frostlab as fl
 from comparing import ARMS, compare, own_data, plant, reseal
-from frostlab.comparison import runner
 from frostlab.comparison.pairing import unlike
 from frostlab.comparison.plan import Plan
 from frostlab.data import prepare as prepare_module
@@ -75,7 +74,7 @@ def test_a_plan_is_carried_out_again_and_continued(
     lines = capsys.readouterr().err.splitlines()
     assert numbers(again.folder) == numbers(first.folder)
     assert lines[-1] == "all 6 metrics are equal to those of the first comparison, in every digit"
-    monkeypatch.setattr(runner, "run", None)  # nothing is left to train
+    monkeypatch.setattr("frostlab.training.run.run", None)  # nothing is left to train
     assert fl.compare(tmp_path / "c" / "plan.json", out="d").evidence == again.evidence
 
 

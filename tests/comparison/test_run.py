@@ -10,7 +10,6 @@ import pytest
 import frostlab as fl
 from comparing import compare
 from frostlab.comparison import run as comparing
-from frostlab.comparison import runner
 from frostlab.comparison.load import make_plan
 from frostlab.comparison.page import page, show
 from frostlab.comparison.run import _shortened as shortened
@@ -155,7 +154,7 @@ def test_judging_again_changes_nothing_and_trains_nothing(
     first = compare(tmp_path / "c", **given)
     evidence, page = first.evidence, first.page.read_text()
     first.page.write_text("lost")
-    monkeypatch.setattr(runner, "run", None)
+    monkeypatch.setattr("frostlab.training.run.run", None)
     again = judge_again(tmp_path / "c")
     assert again.evidence == evidence
     assert again.page.read_text() == page

@@ -11,7 +11,7 @@ import typer
 
 from frostlab.cli.options import AsJson, RunName, RunsFolder, echo
 from frostlab.errors import BadInput, nearest
-from frostlab.text import printable
+from frostlab.text import escaped, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,7 +46,7 @@ def status(
     Without a matrix, all runs in the folder are shown.
     """
     from frostlab.matrix.show import as_json as status_values
-    from frostlab.matrix.show import ended, overview_rows, overview_table, terminal_table
+    from frostlab.matrix.show import cautions, ended, overview_rows, overview_table, terminal_table
     from frostlab.matrix.status import read_status
 
     if live and (as_json or markdown):
@@ -58,7 +58,7 @@ def status(
         echo(json.dumps(status_values(found), indent=1))
         return
     if markdown:
-        echo(overview_table(overview_rows(found)))
+        echo("\n\n".join([overview_table(overview_rows(found)), *map(escaped, cautions(found))]))
         return
     most = None if everything else _MOST_ROWS
     console = _console()

@@ -164,13 +164,19 @@ def _totals(status: MatrixStatus, hidden: int) -> list[str]:
     if status.expected_end is not None:
         end = time.strftime("%a %H:%M", time.localtime(status.expected_end))
         total += f"; about {hms(status.seconds_left)} left, until {end}"
-    lines = [*more, total]
+    lines = [*more, total, *cautions(status)]
     if status.places is not None:
         lines.append(f"on {status.places}")
     for gpu in status.gpus:
         used = f"{gpu.memory_used / 1e9:.1f} of {gpu.memory_total / 1e9:.1f} GB"
         lines.append(f"{gpu.device}: {used}, {gpu.utilisation:.0f} % busy")
     return lines + ([f"waiting: {status.note}"] if status.note else [])
+
+
+def cautions(status: MatrixStatus) -> list[str]:
+    """Return the warnings about the numbers of runs, such as a reduced scale, each once."""
+    found = dict.fromkeys(row.caution for row in status.runs if row.caution)
+    return [f"caution: {caution}" for caution in found]
 
 
 def ended(status: MatrixStatus) -> bool:

@@ -51,6 +51,7 @@ class RunStatus:
     step_ms: float | None = None
     runs_at_once: int | None = None  # most runs that could share the device
     error: str | None = None
+    caution: str | None = None  # a warning about its numbers
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ def _row(run: PlannedRun, record: Summary | None, interrupted: str) -> RunStatus
         step_ms=record.step_ms,
         runs_at_once=record.runs_at_once,
         error=record.error,
+        caution=record.caution,
     )
 
 
