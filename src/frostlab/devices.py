@@ -62,7 +62,7 @@ def start_device(device: torch.device) -> None:
     use of the device waits for its start.
     """
     if device.type == "cuda" and not torch.cuda.is_initialized():
-        threading.Thread(target=_start, args=(device,), daemon=True).start()
+        threading.Thread(target=_start, args=(device,)).start()
 
 
 def _start(device: torch.device) -> None:

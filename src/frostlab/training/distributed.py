@@ -96,6 +96,7 @@ def process_group(device: torch.device, train: Train) -> Iterator[World]:
     if size == 1:
         yield World(nccl=_is_nccl() and dist.get_world_size() == 1)
         return
+    use_device(device)  # before the processes communicate
     initialize = not dist.is_initialized()
     if initialize:
         gpus, enough = torch.cuda.device_count(), torch.cuda.device_count() >= local_world_size()
@@ -104,7 +105,6 @@ def process_group(device: torch.device, train: Train) -> Iterator[World]:
                 f"train.parallel fsdp needs a GPU for each of {local_world_size()} processes, but "
                 f"this machine has {gpus}; use ddp"
             )
-        use_device(device)
         # NCCL refuses two processes on one GPU
         dist.init_process_group("nccl" if uses_nccl(device) and enough else "gloo")
     try:

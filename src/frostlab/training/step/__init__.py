@@ -29,8 +29,8 @@ _OTHER_COMPILE_SECONDS = 8.0  # BERT's
 _USUAL_SAVED = 2e-3  # seconds per step, where the size of a step is not known
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 # Further shapes of batches are compiled in about half the time of the first: with the 7 widths of
-# imdb-gpt and an empty cache, setting up and preparing new shapes took 21 s longer (docs/
-# measurements.md, "A whole run on an H200").
+# imdb-gpt, setting up and preparing new shapes took 21 s at commit aab3973 (docs/measurements.md,
+# "A whole run on an H200").
 _FURTHER_SHAPE = 0.5
 _SHARED_BY = 2  # assumed number of runs that share compiled code, such as two arms or two seeds
 
