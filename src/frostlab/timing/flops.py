@@ -8,8 +8,8 @@ masked half needs half of these FLOPs. A learned table of relative positions cos
 every query with the row of every distance.
 
 The results are bounds, because only matmuls and the optimizer's memory traffic are counted. A step
-that is bound by matmuls gets at most `speed_up` times as fast, and at the measured rates of a
-device, no step with Adam takes less than `ceiling_ms` (its ceiling on speed).
+of only matmuls would be at most `speed_up` times as fast, and at the measured rates of a device, no
+step with Adam takes less than `ceiling_ms` (the ceiling on its speed).
 """
 
 import time
@@ -220,7 +220,7 @@ def describe_savings(anatomy: Anatomy, length: int) -> Sequence[str]:
     mib = 2**20
     return [
         f"matmul work     −{saved.flop_share:.2%} at length {length}: "
-        f"a step bound by it gets at most {saved.speed_up:.3f}× as fast",
+        f"a step of only matmuls would be at most {saved.speed_up:.3f}× as fast",
         f"gradients, Adam −{(saved.bytes_all - saved.bytes) / mib:,.0f} of "
         f"{saved.bytes_all / mib:,.0f} MiB in float32; activations are not counted",
     ]
