@@ -301,7 +301,7 @@ def _plan_own(data: Own) -> SplitPlan:
 
 
 def _unused_files(data: Own, folder: Path, files: dict[str, Path]) -> tuple[str, ...]:
-    """Return the files that have no role and no split's name.
+    """Return the files that are not used: they have no role, and are not named like a split.
 
     Refuse them if neither `data.report` nor `data.tune` names a split: the rows of a file such as
     dev.csv would not be used, and nobody would notice. A text file next to labelled tables may be
@@ -347,8 +347,8 @@ def _assign_roles(
     tune = None if published else defaults.tune if data.tune is None else data.tune
     if published and isinstance(report, float) and data.report is None:
         raise BadInput(
-            f"splits: published, but {train.place} has no reporting split; use `honest`, or "
-            "set data.report to a share of train"
+            f"data.splits: published, but {train.place} has no reporting split; "
+            "set data.splits: honest, or set data.report to a share of train"
         )
     plan = SplitPlan(
         train=train,

@@ -151,7 +151,8 @@ class ConformerModel(ModelSettings):
             )
         if self.variant == "published" and self.attention != "plain":
             raise ValueError(
-                f"attention {self.attention} is given, but variant published has its own; use plain"
+                f"attention {self.attention} is given, but variant published has its own "
+                "attention; set attention: plain"
             )
         return self
 
