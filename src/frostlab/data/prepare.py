@@ -431,7 +431,7 @@ class _TextPreparation:
         if data.length <= special:
             raise BadInput(
                 f"data.length {data.length} leaves no room for text after the tokenizer's "
-                f"{special} special tokens; use at least {special + 1}"
+                f"{special} special tokens; set data.length to at least {special + 1}"
             )
         numbers = self.numbers.get(role, self.numbers["train"])
         rows = limit_rows(portion, numbers, limit)

@@ -87,7 +87,7 @@ class Split:
     def _running_text(self, columns: Columns) -> Iterator[Row]:
         if columns.label is not None or len(columns.texts) > 1:
             lacks = "no labels" if columns.label is not None else "one text, not pairs"
-            raise BadInput(f"{self.place}: .txt has {lacks}; use jsonl, csv, tsv or parquet")
+            raise BadInput(f"{self.place}: .txt has {lacks}; use a jsonl, csv, tsv or parquet file")
         for text, ends in read_pieces(self.files[0]):
             yield Row(0, (text,), None, ends)
 

@@ -80,8 +80,8 @@ class DecoderModel(ModelSettings):
             yield f"model.width {self.width} is not a multiple of model.heads {self.heads}"
         if self.width % (2 * self.heads):
             yield (
-                f"model.width {self.width} gives heads of odd size; rotary positions need an even "
-                f"one; use a multiple of {2 * self.heads}"
+                f"model.width {self.width} gives heads of odd size, but rotary positions need an "
+                f"even size; set model.width to a multiple of {2 * self.heads}"
             )
 
 
