@@ -45,7 +45,7 @@ from frostlab.comparison.verdict import Scores, Statement, judge
 from frostlab.recipe.settings import METRICS
 from frostlab.records.folder import RunRecord
 
-Records = Mapping[tuple[str, int], RunRecord]  # by arm and seed, or by arm and round
+Records = Mapping[tuple[str, int], RunRecord]  # (arm, seed) or (arm, round) → run
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ class Runs:
     tried: dict[str, tuple[dict[int, RunSummary], ...]]
     facts: dict[tuple[str, int], PairingFacts]  # finished runs only
     refused: tuple[RefusedPair, ...]  # finished runs that cannot be paired with the baseline's
-    changed: dict[tuple[str, int], str]  # runs with changed data or pretrained weights: why
+    changed: dict[tuple[str, int], str]  # run → how its data or pretrained weights changed
     unproven: dict[str, str]  # arm → why no verdict can follow from its tuning
     varied: tuple[VariedFact, ...]  # facts about the environment that are not the same for all
 
@@ -484,7 +484,7 @@ class _Sources:
     """
 
     data: tuple[str, str] | None  # name and digest of a run; None if no run finished
-    weights: dict[str, tuple[int, str | None]]  # by arm: a run's seed and digest
+    weights: dict[str, tuple[int, str | None]]  # arm → seed and digest of its first run
 
     @classmethod
     def first(cls, plan: Plan, facts: Mapping[tuple[str, int], PairingFacts]) -> "_Sources":
@@ -521,7 +521,7 @@ def _varied_facts(
     environments: Iterable[tuple[int, Mapping[str, tuple[str, ...]]]],
 ) -> tuple[VariedFact, ...]:
     """Return the facts that are not the same in all runs, given the seed and facts of each."""
-    seeds: dict[str, dict[str, set[int]]] = {}  # by fact and value
+    seeds: dict[str, dict[str, set[int]]] = {}  # fact → value → seeds
     for seed, facts in environments:
         for name, values in facts.items():
             seeds.setdefault(name, {}).setdefault(", ".join(values), set()).add(seed)

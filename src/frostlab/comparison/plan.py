@@ -284,8 +284,8 @@ class Plan(Strict):
     clock: TimingPlan | None = TimingPlan()  # None: steps are not timed
     assay: bool = False  # whether to check that the baseline with half its steps is found worse
     quick: bool = False  # whether long runs are shortened
-    # by arm and seed: the folders of the runs, if the comparison does not train them; relative to
-    # the comparison's folder in plan.json, absolute before that
+    # arm → seed → folder of the run, if the comparison does not train its runs; in plan.json
+    # relative to the comparison's folder, before that absolute
     runs: dict[str, dict[int, str]] = Field(default_factory=dict)
 
     @property

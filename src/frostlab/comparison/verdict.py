@@ -53,7 +53,7 @@ Answer = Literal["yes", "no", "not shown"]
 _USUAL_GRID = 3  # if more settings were tried, the level is multiplied by 3 / their number
 _SKEW_SHARE = 0.22  # share of comparisons with normal noise whose mean skewness is notable
 _SKEW_SHARE_OF_ONE = 0.1  # the same for the skewness of one arm alone, if there are several
-Values = Mapping[int, float]  # by seed
+Values = Mapping[int, float]  # seed → value
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Verdict:
     improvement: float | None  # how often a run of the arm beats a run of the baseline
     population: Paired | None
     skewed: float | None  # skewness of the differences, or its mean over all arms, if notable
-    missing: dict[str, int]  # by arm: runs of the paired seeds without a finite value
+    missing: dict[str, int]  # arm → number of runs of the paired seeds without a finite value
     together: tuple[str, ...]  # factors that differ together, if several (`Plan.together`)
     notes: tuple[str, ...] = ()
 

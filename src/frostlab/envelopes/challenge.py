@@ -18,7 +18,7 @@ TITLES = {SEEN: "subjects trained on", UNSEEN: "subjects not trained on"}
 SEEN_WEIGHT = 2 / 3
 _MOST_LINES = 20  # subjects that a short table shows
 
-ScoresBySplit = Mapping[str, Mapping[str, EnvelopeScores]]  # by split, then by decoder
+ScoresBySplit = Mapping[str, Mapping[str, EnvelopeScores]]  # split → decoder → scores
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Ridge:
     rate: float  # Hz
     lags: Lags
     everybody: Decoder  # the shared decoder
-    own: dict[str, Decoder]  # by subject; empty if all subjects use the shared decoder
+    own: dict[str, Decoder]  # subject → decoder; empty if all use the shared one
 
     def decoder_of(self, subject: str) -> Decoder:
         """Return the subject's own decoder if there is one, else the shared decoder."""

@@ -254,9 +254,9 @@ class Digests:
     data: str  # digest of the prepared data
     source: str | None  # digest of the files of pretrained weights; null if weights are drawn
     revision: str | None  # the hub's commit of these files; null if they are not from the hub
-    weights: dict[str, str]  # digest of each part (a tensor, or its rows of one role), by key
+    weights: dict[str, str]  # part (a tensor, or its rows of one role) → digest
     touched: list[str]  # keys of the parts that the treatment changed or added
-    frozen: dict[str, str]  # digest of every part and buffer frozen in the first stage, by key
+    frozen: dict[str, str]  # part or buffer that is frozen in the first stage → digest
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ class GeneratedText:
 
     prompt: str  # the beginning of a text of the report split; empty: the model began a new text
     text: str  # the continuation of the prompt
-    ended: Literal["end", "length", "positions"]  # by an end token, `max_tokens`, its last position
+    ended: Literal["end", "length", "positions"]  # by end token, `max_tokens`, last position
 
 
 @dataclass(frozen=True)
@@ -539,7 +539,7 @@ class FlowEvent(Event):
     broken: list[int] = field(default_factory=list)  # indices of parts with NaN or infinity
     dead: dict[str, float | None] = field(default_factory=dict)  # module → share of dead units
     saturated: dict[str, float | None] = field(default_factory=dict)  # module → saturated share
-    entropy: dict[str, list[float | None]] = field(default_factory=dict)  # by attention and head
+    entropy: dict[str, list[float | None]] = field(default_factory=dict)  # attention → per head
 
 
 @dataclass(frozen=True)

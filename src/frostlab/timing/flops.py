@@ -93,8 +93,8 @@ def _layer_flops(
     layer: Layer, learns_below: bool, encoder_learns: bool, length: int, causal: bool
 ) -> float:
     total = 0.0
-    query_widths: dict[bool, int] = {}  # by whether the attention is cross-attention
-    needs_backward: dict[bool, bool] = {}  # by the same key
+    query_widths: dict[bool, int] = {}  # whether it is cross-attention → width
+    needs_backward: dict[bool, bool] = {}  # the same key → whether there is a backward pass
     learns_inside = any(_learns(part) for part in layer.parts)
     tables = [part for part in layer.parts if _is_distance_table(part, layer, length)]
     query_learns = learns_below  # whether queries need a gradient

@@ -50,7 +50,7 @@ class Recordings:
     splits: dict[str, tuple[Recording, ...]]  # by role; unseen only if subjects are held out
     subjects: tuple[str, ...]  # subjects in train, in the order of the subject embedding's rows
     known: dict[str, float]  # reference scores, such as best_r, a bound on the correlation r
-    origin: dict[str, str]  # by role: where the recordings come from
+    origin: dict[str, str]  # role → where the recordings come from
     caution: str | None  # a warning to show with every score
     digest: str
     files: dict[str, tuple[FileRecord, ...]] = field(default_factory=dict)  # by role
