@@ -69,13 +69,13 @@ def interval_text(low: float | None, high: float | None, log: bool) -> str:
 
 @dataclass(frozen=True)
 class Limit:
-    """The margin (how much worse an arm may be), and whether the interval stays within it."""
+    """The margin (the largest acceptable cost), and whether the interval stays within it."""
 
     # yes: the arm is within the margin; no: it is worse by more; not shown: neither is shown
     answer: Literal["yes", "no", "not shown"]
     limit: float  # the margin as in `Rules.margin`, such as a factor of the error rate
     cost: float | None  # the margin as a difference or ratio, like the effect
-    largest: float | None  # how much worse the arm may be, by the interval; None: unbounded
+    largest: float | None  # the largest cost in the interval; None: unbounded
     probability_above: float | None  # posterior probability of a cost above the margin
 
 
@@ -152,7 +152,7 @@ class StageSummary:
 
     name: str
     metric: str  # the metric that selects the best weights
-    best: float | None  # its best value on the split that selects weights: tune, else report
+    best: float | None  # best value on the split that selects weights: tune, else report
     epoch: float | None  # epoch of the best value
     seconds: float
     trainable: int  # number of trainable parameters

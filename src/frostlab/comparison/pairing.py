@@ -142,7 +142,7 @@ class Runs:
 
     plan: Plan
     trials: Trials
-    records: dict[tuple[str, int], RunRecord]  # with the tuned values chosen for each seed
+    records: dict[tuple[str, int], RunRecord]  # runs with the tuned values chosen for each seed
     summaries: dict[tuple[str, int], RunSummary]
     # arm → for each combination of tuned values, its runs by seed; empty without tuning
     tried: dict[str, tuple[dict[int, RunSummary], ...]]
@@ -150,7 +150,7 @@ class Runs:
     refused: tuple[RefusedPair, ...]  # finished runs that cannot be paired with the baseline's
     changed: dict[tuple[str, int], str]  # run → how its data or pretrained weights changed
     unproven: dict[str, str]  # arm → why no verdict can follow from its tuning
-    varied: tuple[VariedFact, ...]  # facts about the environment that are not the same for all
+    varied: tuple[VariedFact, ...]  # facts about the environment that are not equal in all runs
 
     @classmethod
     def read(cls, plan: Plan, trials: Trials, folder: Path) -> "Runs":

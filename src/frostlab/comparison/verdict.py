@@ -84,7 +84,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Statement:
-    """Two arms that are compared, and what is known about them besides their values."""
+    """Two arms that are compared, and the facts about them other than their values."""
 
     arm: str
     baseline: str
@@ -100,7 +100,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Margin:
-    """The margin (how much worse than its baseline an arm may be), compared with the interval.
+    """The margin (the largest acceptable cost against the baseline), compared with the interval.
 
     A cost is how much worse the arm is. `answer` is "yes" if the interval excludes costs above the
     margin, "no" if it holds only such costs, and else "not shown". `limit` is the margin as in
@@ -111,7 +111,7 @@ class Margin:
     limit: float
     cost: float  # the margin in the unit of the effect, as a cost: a ratio, or a difference
     largest: float | None
-    probability_above: float | None  # posterior probability of a larger cost
+    probability_above: float | None  # posterior probability of a cost above the margin
 
 
 @dataclass(frozen=True)

@@ -268,7 +268,7 @@ class _TextPreparation:
         self.surveys: dict[str, Survey] = {
             role: survey(split, self.plan.columns, cache) for role, split in self.splits.items()
         }
-        self.numbers: dict[str, Numbers] = {}  # class of each row, by role; empty for language
+        self.numbers: dict[str, Numbers] = {}  # role → class of each row; empty for language
         self.labels: tuple[Label, ...] | None = None
         if data.task == "classification":
             labels = classes_of(self.plan.train, self.surveys["train"], self.plan.classes)

@@ -37,7 +37,7 @@ class Mean:
     shortcomings: tuple[str, ...]  # confounded, reduced; the same for all these comparisons
     comparisons: tuple[str, ...]  # folders, relative to the reported folder
     verdicts: dict[str, int]  # verdict → number of comparisons
-    # over one comparison its own effect and interval; else `n` is the number of comparisons
+    # for a single comparison, its effect and interval; else `n` is the number of comparisons
     effect: Effect
     retained: float | None  # geometric mean of the shares of the baseline's metric
 

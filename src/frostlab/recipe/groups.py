@@ -47,7 +47,7 @@ class Interaction(Strict):
     """A question about how the effect of an arm differs between two comparisons of the group."""
 
     question: str
-    arm: str  # its name in both comparisons
+    arm: str  # the arm's name in both comparisons
     comparison: str
     against: str  # the other comparison
 

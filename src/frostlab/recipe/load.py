@@ -201,7 +201,7 @@ def _shipped(package: str) -> dict[str, dict[str, Any]]:
 
 
 def _files(package: str) -> dict[str, Traversable]:
-    """Return the YAML files of a package by name: its own, and then those of its sub-folders."""
+    """Return a package's YAML files by name: those in its folder, then those in sub-folders."""
     folder = resources.files(package)
     folders = [folder, *(entry for entry in folder.iterdir() if entry.is_dir())]
     return {

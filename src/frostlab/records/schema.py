@@ -31,7 +31,7 @@ class Best:
     """The best evaluation on the split that selects the weights."""
 
     metric: str  # the metric that selects the best weights
-    value: float | None  # its best value; null before the first finite one
+    value: float | None  # the metric's best value; null before the first finite value
     step: int | None  # optimizer steps done at this evaluation
 
 
@@ -206,9 +206,9 @@ class Scores:
     quartiles: list[float]  # 25th and 75th percentile of the subjects' r
     mean_other: float | None  # mean r with the speech that was not attended
     above: int  # number of subjects whose own r is above chance, with p <= 0.05
-    null: Chance  # mean r by chance
-    match: Decisions  # between a window's own envelope and another window's
-    attended: Decisions | None  # between the attended and the other speaker; null with one speaker
+    null: Chance  # distribution of the mean r by chance
+    match: Decisions  # choices between a window's own envelope and a mismatched one
+    attended: Decisions | None  # choices between both speakers; null with one speaker
     digest: str  # digest of this decoder's scores for this split in scores.json
 
 
@@ -380,7 +380,7 @@ class StageEvent(Event):
     added: list[str]  # prefixes of the layers that the stage adds
     trainable: int  # number of trainable parameters
     total: int  # number of parameters of the model
-    lr: float | dict[str, float]  # learning rate, or rates by selection
+    lr: float | dict[str, float]  # learning rate, or selection → learning rate
     best_before: StageBest | None  # best evaluation of the previous stage
     supervise: Supervised | None  # null: only the last layer has a loss
 

@@ -13,8 +13,8 @@ from frostlab.data.eeg.recordings import ROLES
 from frostlab.errors import BadInput, nearest
 from frostlab.storage import digest_of
 
-PREFIXES = {"train": "train", "tune": "val", "report": "test"}  # prefixes of file names, by role
-Division = dict[str, list[str]]  # names of recordings, by role
+PREFIXES = {"train": "train", "tune": "val", "report": "test"}  # role → prefix of file names
+Division = dict[str, list[str]]  # role → names of recordings
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Heading:
     name: str
     subject: str
     stimulus: str  # identifies the speech that the subject heard, by a name or a digest
-    role: str | None = None  # role by the prefix of the file's name; None without a prefix
+    role: str | None = None  # the role that the file's prefix names; None without a prefix
 
 
 @dataclass(frozen=True)
