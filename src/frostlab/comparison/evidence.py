@@ -307,13 +307,13 @@ class ArmConvergence:
     """The first evaluations at which an arm's runs reached the target; keys are `CONVERGED`.
 
     Ratios to the baseline are paired by seed, over the seeds with which both arms reached the
-    target. If the arm missed it more often, the interval has no upper end; if the baseline did, it
-    has no lower end.
+    target. If the arm missed the target more often than the baseline, the interval has no upper
+    end; if the baseline missed it more often, the interval has no lower end.
     """
 
     runs: int  # runs that finished or diverged
     reached: int  # runs of these that finished and reached the target
-    spent: dict[str, Summary]  # over the runs that reached it; empty if none did
+    spent: dict[str, Summary]  # over the runs that reached the target; empty if none did
     ratios: dict[str, Effect]  # to the baseline; empty without pairs, and for the baseline
 
 

@@ -50,9 +50,9 @@ Records = Mapping[tuple[str, int], RunRecord]  # (arm, seed) or (arm, round) →
 
 @dataclass(frozen=True)
 class AssayRuns:
-    """Runs of the baseline, by seed, cut short on purpose: a planted harm that must be found."""
+    """Runs of the baseline, cut short on purpose: a planted harm that must be found."""
 
-    records: dict[int, RunRecord]
+    records: dict[int, RunRecord]  # seed → run
     steps: int  # of each run
     of: int  # steps of a whole run
 
@@ -138,7 +138,7 @@ def gather(
 
 
 def results_of(plan: Plan, trials: Trials) -> dict[str, float | str | None]:
-    """Return, by recipe digest, every run's metric, or its status if it did not finish."""
+    """Return recipe digest → the run's metric, or its status if the run did not finish."""
     return {
         record.start.recipe_digest: record.metrics.get(plan.rules.metric)
         if status_of(record) == "finished"

@@ -233,7 +233,7 @@ class Runs:
         return None
 
     def why_unlike_baseline(self, records: Mapping[int, RunRecord]) -> str | None:
-        """Return why further runs of the baseline, by seed, cannot be compared with it, or None."""
+        """Return why one of these runs, by seed, cannot be paired with the baseline's, or None."""
         for seed, record in records.items():
             base = self.facts.get((self.plan.baseline.name, seed))
             if base is not None and record.status == "finished":
@@ -480,7 +480,7 @@ def _stage(stage: Stage) -> StageSummary:
 class _Sources:
     """The data of the first run, and the pretrained weights of each arm's first run.
 
-    All other runs must have them too. They differ if files changed between two runs.
+    All other runs must have the same data and weights. These differ if files changed between runs.
     """
 
     data: tuple[str, str] | None  # name and digest of a run; None if no run finished

@@ -118,7 +118,7 @@ def prepare(
 ) -> PreparedData:
     """Return a recipe's data, from the cache if they were prepared before.
 
-    Their caution includes the recipe's, about its scale and stand-ins.
+    The caution of the data includes the recipe's caution, about its scale and stand-ins.
     """
     _check_sizes(recipe.data)
     cache = cache_folder(cache)

@@ -143,7 +143,8 @@ def null_distribution(r: float, mismatched: Floats) -> Null:
 class Tally:
     """Counts of right decisions (a tie counts half), of all decisions, and of windows.
 
-    In a decision, the prediction in a window is compared with a right and a wrong envelope.
+    In a decision, the prediction in a window is compared with two envelopes. The right one is the
+    envelope of the window or of the attended speaker.
     """
 
     right: float

@@ -74,7 +74,7 @@ class RecordingScore:
 
 @dataclass(frozen=True)
 class Spread:
-    """Arithmetic mean and standard deviation of some r; `std` is None for a single one."""
+    """Arithmetic mean and standard deviation of several r; `std` is None for a single r."""
 
     count: int
     mean: float

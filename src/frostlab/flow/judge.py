@@ -1,7 +1,7 @@
 """Verdicts on the parts of a model, such as "not learning", and the rules that decide them.
 
-They follow from a `Flow`: a series of reports, each of which measured one training step. A part is
-all tensors of one role, such as query, in one layer or outside the layers; in an unknown
+Verdicts follow from a `Flow`: a series of reports, each of which measured one training step. A part
+is all tensors of one role, such as query, in one layer or outside the layers; in an unknown
 architecture, all tensors of one module.
 """
 

@@ -185,7 +185,7 @@ class GradientSum:
         self._present = None
 
     def _check_present(self, present: list[bool]) -> None:
-        """Refuse to go on if processes, or successive steps, have gradients of other parameters."""
+        """Refuse to go on if processes or steps have gradients of different parameters."""
         if self._present is None:
             if not self._world.same(present):
                 raise FrostlabError(

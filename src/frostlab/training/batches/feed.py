@@ -85,7 +85,7 @@ class Feed:
     def one_shape(self) -> bool:
         """Return whether the micro-batches of all steps and processes have the same shape.
 
-        The batch is a multiple of processes × micro-batches, so a full one is divided evenly.
+        The batch is a multiple of processes × micro-batches, so a full batch is divided evenly.
         """
         fixed = not isinstance(self.examples, TokenExamples) or self.examples.width is not None
         return (
