@@ -372,7 +372,7 @@ def _fcntl() -> Any:
     except ImportError:
         raise FrostlabError(
             "frostlab's records need POSIX file locks, which this system lacks; "
-            "on Windows, use it inside WSL"
+            "on Windows, run frostlab inside WSL"
         ) from None
     return fcntl
 
