@@ -380,13 +380,31 @@ def test_a_large_cache_that_changed_is_built_again(
     build_once(folder, _made)
 
 
+def test_remembering_a_verification_leaves_the_folder_as_it_was(
+    tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file inside, or one that a killed process left there, would have others build it again."""
+    folder = tmp_path / "cache" / "x"
+    build_once(folder, _made)
+    names = sorted(path.name for path in folder.iterdir())
+    _settle(monkeypatch)
+    written: list[Path] = []
+    write = storage.write_whole
+    monkeypatch.setattr(
+        storage, "write_whole", lambda path, text: (written.append(path), write(path, text))
+    )
+    build_once(folder, _made)
+    assert [path.parent for path in written] == [folder.parent]
+    assert sorted(path.name for path in folder.iterdir()) == names
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"ids.npy": 1}', "null", "1e999"])
 def test_a_hostile_memory_of_a_verification_is_not_believed(
     content: str, tmp_path: Path, hashed: list[str]
 ) -> None:
     folder = tmp_path / "cache" / "x"
     build_once(folder, _made)
-    (folder / storage.VERIFIED).write_text(content)
+    storage._verified(folder).write_text(content)
     before = len(hashed)
     build_once(folder, _made)
     assert len(hashed) == before + 3

@@ -130,7 +130,7 @@ def _unclipped(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_own_opacity(shape: re.Match[str]) -> str:
-    """Replace the opacity of a shape by that of its fill or stroke, if it has only one of them.
+    """Move the opacity of a shape to its fill or stroke, if the shape has only one of the two.
 
     The shape looks the same, but becomes PNG several times faster, because nothing is blended.
     """

@@ -32,7 +32,7 @@ def find_device(wanted: str) -> torch.device:
         if torch.cuda.is_available():
             return torch.device("cuda", local_rank() % torch.cuda.device_count())
         if wanted == "cuda":
-            raise BadInput("train.device cuda: no CUDA device is available; use cpu")
+            raise BadInput("train.device cuda: no CUDA device is available; set train.device: cpu")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(wanted)
@@ -43,13 +43,15 @@ def find_device(wanted: str) -> torch.device:
         ) from None
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise BadInput(f"train.device {wanted}: no CUDA device is available; use cpu")
+            raise BadInput(
+                f"train.device {wanted}: no CUDA device is available; set train.device: cpu"
+            )
         if (device.index or 0) >= torch.cuda.device_count():
             last = torch.cuda.device_count() - 1
             raise BadInput(f"train.device {wanted} does not exist; the last one is cuda:{last}")
         return torch.device("cuda", device.index or 0)
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise BadInput("train.device mps is not available; use cpu")
+        raise BadInput("train.device mps is not available; set train.device: cpu")
     if device.type not in ("cpu", "mps"):
         raise BadInput(f"train.device {wanted} is not supported; choose from auto, cpu, cuda, mps")
     return device
@@ -62,7 +64,7 @@ def start_device(device: torch.device) -> None:
     use of the device waits for its start.
     """
     if device.type == "cuda" and not torch.cuda.is_initialized():
-        threading.Thread(target=_start, args=(device,), daemon=True).start()
+        threading.Thread(target=_start, args=(device,)).start()
 
 
 def _start(device: torch.device) -> None:

@@ -28,7 +28,6 @@ MOST_BYTES = 256 << 20  # the largest file that is read whole
 MOST_VALUES = 10_000_000  # the most values in a JSON text, estimated as commas + 2 × colons
 LINE_BYTES = 16 << 20  # the longest line of a file that is read line by line
 SEAL = "checksums.json"  # the checksums of the other files in a folder
-VERIFIED = "verified.json"  # signatures of a large cached folder's files when last verified
 _BLOCK = 64 << 20  # bytes that have one checksum
 _PIECE = 1 << 20  # bytes that are read at once to compute a checksum
 # A cached folder from this size on is not verified again while its files look unchanged. Smaller
@@ -373,7 +372,7 @@ def _fcntl() -> Any:
     except ImportError:
         raise FrostlabError(
             "frostlab's records need POSIX file locks, which this system lacks; "
-            "on Windows, use it inside WSL"
+            "on Windows, run frostlab inside WSL"
         ) from None
     return fcntl
 
@@ -438,7 +437,7 @@ def _damaged_cache(folder: Path) -> Path | None:
     settled, signatures = time.time_ns() - _SETTLED, _signatures(folder)
     if _is_large(signatures):
         with suppress(OSError, BadInput):
-            if read_json(folder / VERIFIED) == signatures:
+            if read_json(_verified(folder)) == signatures:
                 return None
     damaged = damaged_file(folder)
     if damaged is None:
@@ -446,14 +445,23 @@ def _damaged_cache(folder: Path) -> Path | None:
     return damaged
 
 
+def _verified(folder: Path) -> Path:
+    """Return the file with the signatures of a cached folder's files, which is next to the folder.
+
+    Inside, other processes would take it for a file that does not belong there.
+    """
+    return folder.with_name(f"{folder.name}.verified.json")
+
+
 def _signatures(folder: Path) -> dict[str, list[int]]:
     """Return the size, inode and times of each file in a folder."""
     signatures = {}
     for path in folder.rglob("*"):
-        status = path.lstat()
-        if path != folder / VERIFIED and not stat.S_ISDIR(status.st_mode):
-            times = [status.st_mtime_ns, status.st_ctime_ns]
-            signatures[str(path.relative_to(folder))] = [status.st_size, status.st_ino, *times]
+        with suppress(FileNotFoundError):  # another process has just removed it
+            status = path.lstat()
+            if not stat.S_ISDIR(status.st_mode):
+                times = [status.st_mtime_ns, status.st_ctime_ns]
+                signatures[str(path.relative_to(folder))] = [status.st_size, status.st_ino, *times]
     return signatures
 
 
@@ -472,13 +480,12 @@ def _remember(folder: Path, signatures: dict[str, list[int]], settled: int) -> N
     newest = max(map(max, own), default=0)
     if _is_large(signatures) and newest < settled:
         with suppress(OSError):
-            write_whole(folder / VERIFIED, json.dumps(signatures, indent=1))
+            write_whole(_verified(folder), json.dumps(signatures, indent=1))
 
 
 def seal(folder: Path) -> None:
     """Write the checksums of all files in a folder, so that `damaged_file` can verify them."""
-    own = (folder / SEAL, folder / VERIFIED)
-    files = (path for path in folder.rglob("*") if path.is_file() and path not in own)
+    files = (path for path in folder.rglob("*") if path.is_file() and path != folder / SEAL)
     names = sorted(str(path.relative_to(folder)) for path in files)
     write_whole(folder / SEAL, json.dumps(checksums(folder, names), indent=1))
 
@@ -510,8 +517,7 @@ def damaged_file(folder: Path, names: Iterable[str] | None = None) -> Path | Non
     damaged = next((folder / name for name in wanted if actual.get(name) != wanted[name]), None)
     if damaged is None and names is None:
         files = (path for path in folder.rglob("*") if not path.is_dir() and path.name != SEAL)
-        others = (path for path in files if path != folder / VERIFIED)
-        return next((path for path in others if str(path.relative_to(folder)) not in sealed), None)
+        return next((path for path in files if str(path.relative_to(folder)) not in sealed), None)
     return damaged
 
 

@@ -4,12 +4,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+import torch
 
 import frostlab
 from cases import slow_unless
 from forked import Command
+from frostlab.cli import main
 from frostlab.cli.main import app
 
 
@@ -74,3 +77,24 @@ def test_a_warning_of_frostlab_is_one_line() -> None:
     line = _format_warning("x\x1b was damaged", DamagedCache, "main.py", 3)
     assert line == "frostlab: warning: x\\x1b was damaged\n"
     assert "main.py:3: UserWarning: y" in _format_warning("y", UserWarning, "main.py", 3)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_program_that_used_a_gpu_skips_the_shutdown(
+    used: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it printed is flushed first, also if one of its streams is closed."""
+    left: list[int] = []
+    flushed: list[bool] = []
+
+    def leave(code: int) -> NoReturn:
+        left.append(code)
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
+    monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setattr(sys.stdout, "flush", lambda: flushed.append(True))
+    with pytest.raises(SystemExit) as end:
+        main._leave(3)
+    assert (end.value.code, left, bool(flushed)) == (3, [3] if used else [], used)

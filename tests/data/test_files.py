@@ -124,7 +124,7 @@ BAD = {
     "l.tsv": (b"text\tlabel\na\t1\nb\xe9\t0\n", "l.tsv:3: byte 0xe9 is not UTF-8"),
     "m.parquet": (b"nothing of the kind", "m.parquet is not parquet"),
     "n.jsonl.gz": (b"not packed", "n.jsonl.gz cannot be read: Not a gzipped file"),
-    "o.txt": (b"text", "o.txt: .txt has no labels; use jsonl"),
+    "o.txt": (b"text", "o.txt: .txt has no labels; use a jsonl"),
 }
 
 

@@ -181,7 +181,7 @@ def test_a_length_without_room_for_text_is_refused(
     for split in ("train", "validation_matched"):
         write(tmp_path / "mnli" / f"{split}.jsonl", rows)
     named = {"kind": "pretrained", "name": minilm}
-    problem = r"data\.length 3 leaves no room .* 3 special tokens; use at least 4"
+    problem = r"data\.length 3 leaves no room .* 3 special tokens; set data.length to at least 4"
     with pytest.raises(BadInput, match=problem):
         prepare(recipe(named, name="mnli", splits="published", length=3), tmp_path, cache)
     least = prepare(recipe(named, name="mnli", splits="published", length=4), tmp_path, cache)

@@ -60,7 +60,7 @@ def test_roles_of_the_splits(tmp_path: Path, cache: Path, recipe: Make, name: st
         assert found.report.files[0].parent == tmp_path / "xnli" / "en"
     asked = recipe(name=name, task=task, splits="published").data
     if published is None:
-        with pytest.raises(BadInput, match="has no reporting split; use `honest`"):
+        with pytest.raises(BadInput, match="has no reporting split; set data.splits: honest"):
             plan_splits(asked, tmp_path, cache)
     else:
         assert plan_splits(asked, tmp_path, cache).report.name == published

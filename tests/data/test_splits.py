@@ -115,7 +115,9 @@ def test_a_published_report_can_be_a_share_of_train(
         "train": None, "report": "train",
     }  # fmt: skip
     assert found.described["train"].carved == {"report": 2}
-    with pytest.raises(BadInput, match="no reporting split; use `honest`, or set data.report to"):
+    with pytest.raises(
+        BadInput, match="no reporting split; set data.splits: honest, or set data.report to"
+    ):
         prepare(recipe(words, **settings), tmp_path, cache)
 
 

@@ -216,7 +216,8 @@ def test_two_processes_on_one_gpu(
         capture_output=True, text=True, timeout=240, env=dict(os.environ),
     )  # fmt: skip
     if way == "fsdp":
-        assert "needs a GPU for each of 2 processes, but this machine has 1; use ddp" in done.stderr
+        problem = "needs a GPU for each of 2 processes, but this machine has 1"
+        assert f"{problem}; set train.parallel: ddp" in done.stderr
         return
     assert done.returncode == 0, done.stderr[-3000:]
     record = fl.RunRecord(tmp_path / "run")

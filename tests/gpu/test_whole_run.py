@@ -138,8 +138,8 @@ def test_a_run_killed_while_a_checkpoint_is_written_goes_on(tmp_path: Path, mome
     assert one["steps"] == other["steps"]
 
 
-def test_a_captured_run_imports_no_compiler_and_leaves_at_once(tmp_path: Path) -> None:
-    """Importing torch's compiler takes seconds, and so does the shutdown of a process with it."""
+def test_a_captured_run_imports_no_compiler(tmp_path: Path) -> None:
+    """Importing torch's compiler takes seconds."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tiny(train={"batch": 32, "epochs": 2, "step": "captured"})))
     command = [sys.executable, "-X", "importtime", "-m", "frostlab", "run", str(recipe), "--json",

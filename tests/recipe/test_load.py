@@ -205,7 +205,7 @@ ERRORS = [
     ("model.width=30", "--set model.width=30: model.width 30 is not a multiple of model.heads", ""),
     ("model.positions=8", "model.positions 8 is less than data.length 96", ""),
     ("train={epochs: 1, steps: 2}", "both set the duration", "set one of them to null"),
-    ("train={cache_prefix: disk, parallel: fsdp}", "cache_prefix skips layers", "use ddp"),
+    ("train={cache_prefix: disk, parallel: fsdp}", "cache_prefix skips", "set parallel: ddp"),
     ("train.accumulate=5", "batch 32 is not a multiple of accumulate 5 × processes 1", ""),
     ("treatment={init: [{method: orth, select: [key]}]}", "treatment.init.0.method = 'orth'", ""),
     ("treatment={init: [{method: randomize, select: [key], sdt: 1}]}", "init.0.sdt is not a key",

@@ -101,11 +101,56 @@ def different_gradients(world: World) -> None:
     assert [piece.dtype for piece in pieces] == [torch.bfloat16] * 2
     found = [piece.tolist() for pieces in gradients for piece in pieces]
     assert found == [[10.0, 14.0], [12.0, 16.0], [1.0, 3.0]]
-    with pytest.raises(fl.FrostlabError, match="gradients of other parameters than before"):
+    with pytest.raises(fl.FrostlabError, match="gradients of other parameters than earlier steps"):
         gradient_sum([[], gradients[1]])
     gradient_sum.reset()
     with pytest.raises(fl.FrostlabError, match="processes have gradients of different parameters"):
         gradient_sum([[] if world.rank else gradients[0], gradients[1]])
+
+
+def one_cannot_record(world: World) -> None:
+    """If one process cannot record a graph, no process replays one."""
+
+    def record(work: Callable[[], None]) -> Callable[[], None]:
+        if world.rank:
+            raise RuntimeError("no graph here")
+        return work
+
+    model = exactly("gpt").eval()
+    optimizer = build_optimizer(model, Optim(), fused=True)
+    objective = Objective(model)
+    step = CapturedStep(
+        objective, optimizer, Compute(CPU, torch.float32, world), None, compiles=False,
+        record=record, gradient_sum=GradientSum(objective, list(model.parameters()), world),
+    )  # fmt: skip
+    for parts, scored in steps_of("gpt", world.rank, world.size) * 2:
+        step(parts, scored, 2**-7)
+    expected = "no graph here" if world.rank else "another process failed"
+    assert (step.kind, step.reason) == ("eager", f"capturing failed: {expected}")
+    assert not step._graphs
+
+
+def thawed_between_steps(world: World) -> None:
+    """A weight that learns from now on takes part in the sum."""
+    model = exactly("gpt").eval()
+    fl.freeze(model, "layers[0].up.weight")
+    (frozen,) = (p for p in model.parameters() if not p.requires_grad)
+    optimizer = build_optimizer(model, Optim(), fused=True)
+    optimizer.add_param_group({"params": [frozen]})
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    objective = Objective(model)
+    step = CapturedStep(
+        objective, optimizer, Compute(CPU, torch.float32, world), None, compiles=False,
+        record=replayed, gradient_sum=GradientSum(objective, trained, world),
+    )  # fmt: skip
+    first, *others = steps_of("gpt", world.rank, world.size)
+    step(*first, 2**-7)
+    before = frozen.detach().clone()
+    frozen.requires_grad_(True)
+    for parts, scored in others:
+        step(parts, scored, 2**-7)
+    assert not torch.equal(frozen, before)
+    assert world.same(float(frozen.detach().sum())), "all processes have the same weights"
 
 
 def main() -> None:
@@ -115,6 +160,8 @@ def main() -> None:
     for name in ("gpt classifier", "gpt2"):
         compare(name, world)
     different_gradients(world)
+    one_cannot_record(world)
+    thawed_between_steps(world)
     dist.destroy_process_group()
     print("fine")
 

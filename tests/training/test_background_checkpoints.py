@@ -178,3 +178,29 @@ def test_the_report_loads_weights_that_are_not_the_last(
     monkeypatch.setattr(Best, "see", lambda self, value, step: step == 8 and see(self, value, step))
     record = fl.run(RECIPE, runs=tmp_path)
     assert loaded == [record.result.best.step] == [8]
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_a_last_checkpoint_that_fails_during_the_report(
+    ends_well: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run has failed, and its record reports nothing about weights that are not saved."""
+    save = loop.save_checkpoint
+
+    def full(path: Path, step: int, *given: Any) -> Checkpoint:
+        if step == 16 and not ends_well:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(path, step, *given)
+
+    monkeypatch.setattr(loop, "save_checkpoint", full)
+    settings = {"evaluate.metric": "loss", "optim.lr": 1e-3}
+    if ends_well:
+        result = fl.run(RECIPE, settings, runs=tmp_path, name="r").result
+        assert (result.status, result.report is None) == ("finished", False)
+        return
+    with pytest.raises(running.RunFailed, match="the disk is full"):
+        fl.run(RECIPE, settings, runs=tmp_path, name="r")
+    (folder,) = tmp_path.glob("r-*")
+    result = fl.load_run(folder).result
+    assert (result.status, result.report, result.weights_digest) == ("failed", None, None)
+    assert 16 not in [checkpoint.step for checkpoint in checkpoints_in(folder)]

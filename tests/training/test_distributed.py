@@ -315,7 +315,8 @@ def test_one_process_keeps_its_batch_norms() -> None:
 
 
 def test_batch_norm_over_several_cpus_is_refused_in_one_line() -> None:
-    with pytest.raises(fl.BadInput, match="2 processes on cpu, only on GPUs; use layer or group"):
+    problem = "2 processes on cpu, only on GPUs; set model.norm to layer or group"
+    with pytest.raises(fl.BadInput, match=problem):
         sync_batch_norms(Conformer(CONFORMER), 2, CPU)
 
 

@@ -1,5 +1,6 @@
 """Samples of language models: what `Run.generate` gives, written once at the end of a run."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import torch
 import frostlab as fl
 from forked import run_command
 from frostlab.records.schema import NoteEvent, Samples
+from frostlab.training import loop, samples
 from frostlab.training import run as running
-from frostlab.training import samples
 from frostlab.typed import read_object
 from trained import recipe_of, trained
 
@@ -78,6 +79,24 @@ def test_a_model_that_cannot_generate_still_has_a_result(
 
 
 @pytest.mark.slow
+def test_samples_of_a_sharded_model_do_not_hide_a_failed_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are read from the last checkpoint, whose error is the run's."""
+    last, save = trained("gpt").result.steps, loop.save_checkpoint
+    assert trained("gpt").result.best.step == last
+
+    def full(path: Path, step: int, *given: Any) -> Any:
+        if step == last:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(path, step, *given)
+
+    monkeypatch.setattr(loop, "save_checkpoint", full)
+    monkeypatch.setattr(samples, "_is_sharded", lambda model: True)
+    with pytest.raises(running.RunFailed, match="the disk is full"):
+        fl.run(recipe_of("gpt"), runs=tmp_path)
+
+
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_one_of_two_processes_writes_the_samples(way: str, tmp_path: Path, free_port: int) -> None:
     recipe = recipe_of("decoder")

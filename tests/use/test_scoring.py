@@ -255,7 +255,7 @@ def test_files_that_do_not_fit_are_refused(
     [
         ({"data": "a.cvs"}, "a.cvs does not exist; did you mean `a."),
         ({"data": "a.md"}, "is not one of .jsonl, .csv"),
-        ({"data": "a.txt"}, "has no labels; use jsonl"),
+        ({"data": "a.txt"}, "has no labels; use a jsonl"),
         ({"data": "empty"}, "has no file for report; it has no data file"),
         ({"data": "several"}, "has no file for report; it has x.csv, y.csv"),
         ({"split": "tuned"}, "did you mean `tune`"),

@@ -67,8 +67,8 @@ class Benchmark:
     target: Target
     function: str  # module of frostlab.bench and name, such as cases.frozen_qk
     needs: tuple[str, ...] = ()  # libraries, and datasets as data:NAME
-    small_needs: tuple[str, ...] | None = None  # at small scale; None: the same
-    case_targets: tuple[tuple[str, Target], ...] = ()  # of cases with a target of their own
+    small_needs: tuple[str, ...] | None = None  # `needs` at small scale; None: `needs`
+    case_targets: tuple[tuple[str, Target], ...] = ()  # case → target, if not `target`
 
     def target_of(self, case: str) -> Target:
         """Return the target of a case, such as `256 × 128`."""

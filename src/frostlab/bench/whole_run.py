@@ -62,7 +62,8 @@ class Side:
     """One side: its command, and the seconds and outcomes of its processes."""
 
     command: Callable[[Path], list[str]]  # returns the command, given an empty folder to write to
-    read: Callable[[Path, str, float], dict[str, Any]]  # folder, output, time of the start
+    # returns the outcome, given the folder, the output and the time of the start
+    read: Callable[[Path, str, float], dict[str, Any]]
     seconds: list[float] = field(default_factory=list)
     outcomes: list[dict[str, Any]] = field(default_factory=list)
 

@@ -136,8 +136,8 @@ def compare(
         bool,
         typer.Option(
             "--quick",
-            help="Only try the comparison: train short runs. By default, use three seeds (too few "
-            "for a verdict) and 20 s to time steps.",
+            help="Only try the comparison: train short runs. Unless you set other values, use "
+            "three seeds (too few for a verdict) and 20 s to time steps.",
         ),
     ] = False,
     jobs: Annotated[

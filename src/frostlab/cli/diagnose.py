@@ -84,8 +84,8 @@ def diagnose(
     that train different weights), they share these epochs or steps. The result is also
     compared with the recipe's targets: the setting evaluate.target and, for EEG, the
     validation correlation, the gradient of the first layers and the change of their
-    weights. For EEG, diagnose also shows the norm of the gradient. If something is
-    wrong, it shows what the authors of the published EEG study advise.
+    weights. For EEG, diagnose also shows the norm of the gradient and, if something
+    is wrong, what the authors of the published EEG study advise.
 
     The exit code is 1 if the run diverged, if a frozen part changed, if a recipe missed
     a target, or if a part that is not frozen explodes, does not learn, or changes

@@ -166,8 +166,9 @@ def _leave(code: int) -> NoReturn:
         distributed = world_size() > 1
     torch = sys.modules.get("torch")
     if distributed or (torch is not None and torch.cuda.is_initialized()):
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # a caller may have closed it
+                stream.flush()
         os._exit(code)
     sys.exit(code)
 

@@ -369,8 +369,9 @@ def clean(
     """Remove old runs, except those with a tag.
 
     Three other kinds of runs are kept, too: runs in progress, runs that a comparison
-    refers to, and runs whose records cannot be read. A line names each of them. The age
-    of an unfinished run is counted from its last event.
+    refers to, and runs whose records cannot be read. For each run that is kept for one
+    of these reasons, clean prints a line; runs that are not old enough are not listed.
+    The age of an unfinished run is counted from its last event.
     """
     from frostlab.records.clean import duration, old_runs, remove_run
 
@@ -413,8 +414,8 @@ def verify(
 
     A finished run or comparison has a manifest: a file with the checksums of all its
     files. verify prints one line for every file that was changed, added or removed, and
-    one for every run or comparison without a manifest. Of a checkpoint, only the first
-    such file is named. If a line is printed, the exit code is 1.
+    one for every run or comparison without a manifest. If several files of one
+    checkpoint differ, only the first is named. If a line is printed, the exit code is 1.
     """
     from frostlab.records.manifest import verify as verify_folder
 

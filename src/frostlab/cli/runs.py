@@ -55,8 +55,8 @@ def recipes(
     """List the recipes, comparisons and groups that ship with frostlab.
 
     A recipe describes one training run. A comparison trains variants of a recipe. A
-    group holds experiments of published studies, which are recipes, too, and
-    comparisons of them.
+    group holds the experiments of published studies, and comparisons of these
+    experiments. Each experiment is a recipe, too.
 
     --group lists the experiments of one group, with their data, method, learning rate,
     and the result and the time that the studies reported. --details shows the size and

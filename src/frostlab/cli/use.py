@@ -74,9 +74,9 @@ def evaluate(
     The best weights are those of the run's best evaluation. Only the run's folder and
     the data to evaluate are needed. Without --out, nothing is written.
 
-    By default, the report split of the run is evaluated again. This gives exactly the
-    recorded metrics if the run used one process, on the same hardware, with the same
-    libraries and number of threads.
+    By default, the report split of the run is evaluated again. The metrics are exactly
+    the recorded ones if the run used one process, and if the hardware, the libraries and
+    the number of threads are the same as for the run.
     """
     check_data_dir(data_dir)
     changes = settings_from(settings)
@@ -271,8 +271,8 @@ def generate(
 ) -> None:
     """Continue prompts with the language models of one or several runs.
 
-    Sample 1 uses the same random numbers for every run and prompt; so does sample 2, and
-    so on. Each sample is printed with the reason why it ended: the model wrote its end
+    Samples with the same number are drawn with the same random numbers for every run and
+    prompt. Each sample is printed with the reason why it ended: the model wrote its end
     token (end), the sample has --tokens tokens (length), or the model has no more
     positions (positions).
     """

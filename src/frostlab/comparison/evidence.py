@@ -69,13 +69,13 @@ def interval_text(low: float | None, high: float | None, log: bool) -> str:
 
 @dataclass(frozen=True)
 class Limit:
-    """The margin (how much worse an arm may be), and whether the interval stays within it."""
+    """The margin (the largest acceptable cost), and whether the interval stays within it."""
 
     # yes: the arm is within the margin; no: it is worse by more; not shown: neither is shown
     answer: Literal["yes", "no", "not shown"]
     limit: float  # the margin as in `Rules.margin`, such as a factor of the error rate
     cost: float | None  # the margin as a difference or ratio, like the effect
-    largest: float | None  # how much worse the arm may be, by the interval; None: unbounded
+    largest: float | None  # the largest cost in the interval; None: unbounded
     probability_above: float | None  # posterior probability of a cost above the margin
 
 
@@ -96,7 +96,7 @@ class ArmVerdict:
     improvement: float | None  # how often a run of the arm beats one of the other arm
     population: Effect | None  # effect for other test examples; only for accuracy
     skewed: float | None  # notable skewness of the differences, or its mean over pooled arms
-    missing: dict[str, int]  # by arm: number of runs of the paired seeds without a finite value
+    missing: dict[str, int]  # arm → number of runs of the paired seeds without a finite value
     together: tuple[str, ...]  # factors that differ together, if several (`Plan.together`)
     notes: tuple[str, ...]  # remarks, such as why a run has no value
 
@@ -152,7 +152,7 @@ class StageSummary:
 
     name: str
     metric: str  # the metric that selects the best weights
-    best: float | None  # its best value on the split that selects weights: tune, else report
+    best: float | None  # best value on the split that selects weights: tune, else report
     epoch: float | None  # epoch of the best value
     seconds: float
     trainable: int  # number of trainable parameters
@@ -206,8 +206,8 @@ class ArmEvidence:
     """The runs of one arm and their summaries."""
 
     does: str  # what the arm's treatment does to the model, in one line
-    runs: tuple[RunSummary, ...]  # by the plan's seeds; with `compare --runs`, some may be missing
-    metrics: dict[str, Summary]  # by metric, over the finished runs that can be paired
+    runs: tuple[RunSummary, ...]  # one per seed; with `compare --runs`, some may be missing
+    metrics: dict[str, Summary]  # metric → summary of the finished runs that can be paired
     parameters: Parameters | None  # of the first of these runs; None without runs
     seconds: Summary | None  # total time of these runs; None without runs
 
@@ -233,11 +233,11 @@ class RefusedPair:
 class VariedFact:
     """A fact about the machine, the libraries or frostlab's code that is not the same in all runs.
 
-    Two runs of one seed are not paired if they differ in it; it may differ from seed to seed.
+    Two runs of one seed are not paired if the fact differs; between seeds, it may differ.
     """
 
     name: str  # such as torch
-    seeds: dict[str, tuple[int, ...]]  # by value: the seeds of the runs that had it
+    seeds: dict[str, tuple[int, ...]]  # value → seeds of the runs that had this value
 
     def __str__(self) -> str:
         values = "; ".join(
@@ -290,8 +290,8 @@ class SubjectTest:
 class SplitTests:
     """The tests on one split of the EEG recordings."""
 
-    subjects: dict[str, SubjectTest]  # by arm: against the baseline
-    ridge: dict[str, Effect]  # by arm: mean r minus the ridge decoder's, paired by seed
+    subjects: dict[str, SubjectTest]  # arm → its test against the baseline
+    ridge: dict[str, Effect]  # arm → mean r minus the ridge decoder's, paired by seed
 
 
 @dataclass(frozen=True)
@@ -307,13 +307,13 @@ class ArmConvergence:
     """The first evaluations at which an arm's runs reached the target; keys are `CONVERGED`.
 
     Ratios to the baseline are paired by seed, over the seeds with which both arms reached the
-    target. If the arm missed it more often, the interval has no upper end; if the baseline did, it
-    has no lower end.
+    target. If the arm missed the target more often than the baseline, the interval has no upper
+    end; if the baseline missed it more often, the interval has no lower end.
     """
 
     runs: int  # runs that finished or diverged
     reached: int  # runs of these that finished and reached the target
-    spent: dict[str, Summary]  # over the runs that reached it; empty if none did
+    spent: dict[str, Summary]  # over the runs that reached the target; empty if none did
     ratios: dict[str, Effect]  # to the baseline; empty without pairs, and for the baseline
 
 
@@ -336,9 +336,9 @@ class TuningPoint:
     mean: float | None  # mean score over the seeds; None if a run has no finite score
     low: float | None  # ends of the mean's 95 % interval
     high: float | None
-    scores: tuple[float | None, ...]  # by seed: best value on the split that selects the weights
-    results: tuple[float | None, ...]  # by seed: the reported value of the metric
-    chosen: int  # seeds for which it was chosen, with the best other settings (see tuning.py)
+    scores: tuple[float | None, ...]  # per seed: best value on the split that selects the weights
+    results: tuple[float | None, ...]  # per seed: the reported value of the metric
+    chosen: int  # number of seeds for which this value was chosen (see tuning.py)
 
 
 @dataclass(frozen=True)
@@ -348,9 +348,9 @@ class TunedSetting:
     key: str  # such as optim.lr
     values: tuple[float, ...]  # the grid
     extended: bool  # whether the grid was extended at an end
-    best: dict[str, float]  # by arm: the value of the setting with the best mean over all seeds
-    on_edge: dict[str, bool]  # by arm: whether this is an end of the grid that could be extended
-    curves: dict[str, tuple[TuningPoint, ...]]  # by arm
+    best: dict[str, float]  # arm → the value with the best mean over all seeds
+    on_edge: dict[str, bool]  # arm → whether `best` is an end of the grid that could be extended
+    curves: dict[str, tuple[TuningPoint, ...]]  # arm → a point for each value
 
 
 @dataclass(frozen=True)
@@ -401,7 +401,7 @@ class StepTiming:
 class RoundTimes:
     """The times of one arm's whole runs, which alternated with runs of the other arms."""
 
-    seconds: tuple[float, ...]  # by round: total time of the arm's run
+    seconds: tuple[float, ...]  # per round: total time of the arm's run
     cv: float | None  # coefficient of variation over the rounds; None with fewer than two
     paired: Effect | None  # ratio to the baseline's time; None for the baseline, or without pairs
     finished: bool  # whether every run finished
@@ -489,27 +489,27 @@ class Evidence:
     caution: str | None  # a warning about the data or the runs, to show with every number
     data: DataRecord | None  # of the first run; None if it cannot be read
     pairs: int  # number of finished runs that were paired with a finished run of the baseline
-    confounds: dict[str, tuple[str, ...]]  # by arm: settings that differ, but are not compared
+    confounds: dict[str, tuple[str, ...]]  # arm → settings that differ, but are not compared
     tuning: tuple[TunedSetting, ...]
     arms: dict[str, ArmEvidence]
     refused_pairs: tuple[RefusedPair, ...]
     partly_compared: tuple[ComparedOrder, ...]  # pairs whose examples were compared in part
     varied_facts: tuple[VariedFact, ...]  # about the environment; empty if it is always the same
-    verdicts: dict[str, ArmVerdict]  # by arm, on the plan's metric
-    secondary: dict[str, dict[str, Effect | None]]  # other metrics, by metric and arm
+    verdicts: dict[str, ArmVerdict]  # arm → verdict on the plan's metric
+    secondary: dict[str, dict[str, Effect | None]]  # other metric → arm → effect
     contrasts: tuple[Answer, ...]
     oelm: str | None  # arm that orthogonalizes and freezes query and key weights (`oelm_arm`)
     orthogonality: ArmVerdict | None  # orthogonal against random frozen query and key weights
     equal_norms: bool  # whether each head has the same norm in both arms of `orthogonality`
     assay: Assay | None  # None unless the plan has `assay`
     repeat: Repeat | None  # None if the comparison is quick or trains nothing
-    mcnemar: dict[str, tuple[PredictionTest, ...]]  # by arm; for information only
-    subjects: dict[str, SplitTests]  # by split; empty without recordings
-    segments: dict[str, dict[str, Quantity]]  # by arm and `SEGMENTS`; empty without recordings
-    flow: dict[str, dict[str, Quantity]]  # by arm and `QUANTITIES`; empty without `watch`
+    mcnemar: dict[str, tuple[PredictionTest, ...]]  # arm → tests; for information only
+    subjects: dict[str, SplitTests]  # split → tests; empty without recordings
+    segments: dict[str, dict[str, Quantity]]  # arm → key in `SEGMENTS` → value; empty without EEG
+    flow: dict[str, dict[str, Quantity]]  # arm → key in `QUANTITIES` → value; none without `watch`
     convergence: Convergence | None  # None if no finished run of the baseline has a value
     timing: StepTiming | None  # None if steps were not timed
-    rounds: dict[str, RoundTimes]  # by arm; empty without rounds
+    rounds: dict[str, RoundTimes]  # arm → times; empty without rounds
 
     @property
     def rules(self) -> Rules:

@@ -45,14 +45,14 @@ from frostlab.comparison.verdict import Scores, Statement, judge
 from frostlab.recipe.settings import METRICS
 from frostlab.records.folder import RunRecord
 
-Records = Mapping[tuple[str, int], RunRecord]  # by arm and seed, or by arm and round
+Records = Mapping[tuple[str, int], RunRecord]  # (arm, seed) or (arm, round) → run
 
 
 @dataclass(frozen=True)
 class AssayRuns:
-    """Runs of the baseline, by seed, cut short on purpose: a planted harm that must be found."""
+    """Runs of the baseline, cut short on purpose: a planted harm that must be found."""
 
-    records: dict[int, RunRecord]
+    records: dict[int, RunRecord]  # seed → run
     steps: int  # of each run
     of: int  # steps of a whole run
 
@@ -138,7 +138,7 @@ def gather(
 
 
 def results_of(plan: Plan, trials: Trials) -> dict[str, float | str | None]:
-    """Return, by recipe digest, every run's metric, or its status if it did not finish."""
+    """Return recipe digest → the run's metric, or its status if the run did not finish."""
     return {
         record.start.recipe_digest: record.metrics.get(plan.rules.metric)
         if status_of(record) == "finished"
@@ -290,9 +290,9 @@ def _identical(runs: Runs, arm: str, against: str) -> bool:
 def _at_chance(runs: Runs, arm: str) -> bool:
     """Return whether an arm's accuracy may be that of always predicting the most common class.
 
-    It may be if its mean over seeds is within two standard errors of that class's frequency. For a
-    correlation, return whether its interval over seeds includes 0. Other metrics have no known
-    chance level, so the answer is False.
+    The answer is True if the mean accuracy over seeds is within two standard errors of that class's
+    frequency. For a correlation, it is True if the interval over seeds includes 0. Other metrics
+    have no known chance level, so for them it is False.
     """
     own_runs = [runs.summaries[arm, seed] for seed in runs.seeds_of(arm)]
     metric = runs.plan.rules.metric

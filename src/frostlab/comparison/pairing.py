@@ -1,9 +1,9 @@
 """The runs of a comparison, read once, and paired: a pair differs only as the plan declares.
 
-The seed, the data, the order of examples, the machine, its settings, the libraries and frostlab's
-code must be equal. The order is compared up to the last step at which both runs recorded a digest
-of it. Unless the plan varies the model, the pretrained weights and the initial weights that neither
-treatment changes must be equal, too.
+Both runs of a pair must have the same seed, the same data in the same order, the same machine with
+the same settings, and the same libraries and frostlab code. The order is compared up to the last
+step at which both runs recorded a digest of it. Unless the plan varies the model, the pretrained
+weights must be equal, too, and so must the initial weights that neither treatment changes.
 """
 
 import math
@@ -54,8 +54,8 @@ class PairingFacts:
     weights: dict[str, str]  # digest of each part of the treated model before training
     touched: frozenset[str]  # names of the parts (weights) whose values the treatment replaced
     steps: int
-    orders: dict[int, str]  # by step: a digest of the examples of every step up to it, in order
-    # by fact about the machine and the software: the distinct values over all starts and resumes
+    orders: dict[int, str]  # step → digest of the examples of all steps up to it, in order
+    # name of a fact about machine or software → its distinct values over all starts and resumes
     environment: dict[str, tuple[str, ...]]
 
     @classmethod
@@ -142,15 +142,15 @@ class Runs:
 
     plan: Plan
     trials: Trials
-    records: dict[tuple[str, int], RunRecord]  # with the tuned values chosen for each seed
+    records: dict[tuple[str, int], RunRecord]  # runs with the tuned values chosen for each seed
     summaries: dict[tuple[str, int], RunSummary]
-    # by arm: the runs by seed with each combination of tuned values; empty without tuning
+    # arm → for each combination of tuned values, its runs by seed; empty without tuning
     tried: dict[str, tuple[dict[int, RunSummary], ...]]
     facts: dict[tuple[str, int], PairingFacts]  # finished runs only
     refused: tuple[RefusedPair, ...]  # finished runs that cannot be paired with the baseline's
-    changed: dict[tuple[str, int], str]  # runs with changed data or pretrained weights: why
-    unproven: dict[str, str]  # by arm: why its tuning proves nothing
-    varied: tuple[VariedFact, ...]  # facts about the environment that are not the same for all
+    changed: dict[tuple[str, int], str]  # run → how its data or pretrained weights changed
+    unproven: dict[str, str]  # arm → why no verdict can follow from its tuning
+    varied: tuple[VariedFact, ...]  # facts about the environment that are not equal in all runs
 
     @classmethod
     def read(cls, plan: Plan, trials: Trials, folder: Path) -> "Runs":
@@ -233,7 +233,7 @@ class Runs:
         return None
 
     def why_unlike_baseline(self, records: Mapping[int, RunRecord]) -> str | None:
-        """Return why further runs of the baseline, by seed, cannot be compared with it, or None."""
+        """Return why one of these runs, by seed, cannot be paired with the baseline's, or None."""
         for seed, record in records.items():
             base = self.facts.get((self.plan.baseline.name, seed))
             if base is not None and record.status == "finished":
@@ -267,8 +267,8 @@ class Runs:
             }
             for by_seed in self.tried.get(arm, ())
         ]
-        # Drop settings with a missing run, unless every setting has one. A missing run counts as
-        # the worst, so such a setting cannot be the best.
+        # Drop settings with a missing run, unless every setting has a missing run. A missing run
+        # counts as the worst, so a setting with one cannot be the best.
         whole = [by_seed for by_seed in tried if len(by_seed) == len(self.plan.seeds)]
         tried = whole or tried
         return Scores(values, missing, tuple(tried))
@@ -480,11 +480,11 @@ def _stage(stage: Stage) -> StageSummary:
 class _Sources:
     """The data of the first run, and the pretrained weights of each arm's first run.
 
-    All other runs must have them too. They differ if files changed between two runs.
+    All other runs must have the same data and weights. These differ if files changed between runs.
     """
 
     data: tuple[str, str] | None  # name and digest of a run; None if no run finished
-    weights: dict[str, tuple[int, str | None]]  # by arm: a run's seed and digest
+    weights: dict[str, tuple[int, str | None]]  # arm → seed and digest of its first run
 
     @classmethod
     def first(cls, plan: Plan, facts: Mapping[tuple[str, int], PairingFacts]) -> "_Sources":
@@ -521,7 +521,7 @@ def _varied_facts(
     environments: Iterable[tuple[int, Mapping[str, tuple[str, ...]]]],
 ) -> tuple[VariedFact, ...]:
     """Return the facts that are not the same in all runs, given the seed and facts of each."""
-    seeds: dict[str, dict[str, set[int]]] = {}  # by fact and value
+    seeds: dict[str, dict[str, set[int]]] = {}  # fact → value → seeds
     for seed, facts in environments:
         for name, values in facts.items():
             seeds.setdefault(name, {}).setdefault(", ".join(values), set()).add(seed)

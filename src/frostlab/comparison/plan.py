@@ -29,9 +29,9 @@ LEAST_SEEDS = 5  # with fewer pairs, no arm is called better or worse
 # With one arm besides the baseline, 6 seeds find an effect of 1.5 standard deviations with a
 # probability of 79 %, or 83 % if steps are not timed.
 DEFAULT_SEEDS = 6
-MOST_RUNS = 10_000  # of a comparison, over all arms
+MOST_RUNS = 10_000  # of all arms of a comparison together
 MOST_ARMS = 100
-MOST_SEED = 2**32  # seeds are smaller
+MOST_SEED = 2**32  # every seed is below this number
 MOST_LOOKS = 1000
 AFTER_THE_FACT = "runs chosen after the fact"  # in verdicts of a plan that lists its runs
 TIME_SHARE = 0.2  # share of alpha for statements about time, if steps are timed
@@ -51,7 +51,7 @@ class Rules(Strict):
 
     `log` means that values are compared as ratios, on the log scale. `minimum_effect` is the
     smallest effect of interest, in the metric's unit or, on the log scale, as a ratio − 1. `margin`
-    is how much worse than the baseline an arm may be: a factor for perplexity and other ratios, a
+    is the largest acceptable cost against the baseline: a factor for perplexity and other ratios, a
     factor of 1 − metric for accuracies and F1 (1.1: 10 % more errors), else a difference.
     `timed` means that statements about time take a part of alpha. A look is one analysis of the
     results. `looks` is the planned number of looks, `look` is the number of the current look,
@@ -284,8 +284,8 @@ class Plan(Strict):
     clock: TimingPlan | None = TimingPlan()  # None: steps are not timed
     assay: bool = False  # whether to check that the baseline with half its steps is found worse
     quick: bool = False  # whether long runs are shortened
-    # by arm and seed: the folders of the runs, if the comparison does not train them; relative to
-    # the comparison's folder in plan.json, absolute before that
+    # arm → seed → folder of the run, if the comparison does not train its runs; in plan.json
+    # relative to the comparison's folder, before that absolute
     runs: dict[str, dict[int, str]] = Field(default_factory=dict)
 
     @property
@@ -365,7 +365,7 @@ class Plan(Strict):
         )
 
     def together(self, baseline: Arm, arm: Arm) -> tuple[str, ...]:
-        """Return the factors in which two arms differ on purpose, if they are more than one.
+        """Return the factors in which two arms differ on purpose, if there are several.
 
         A factor is the treatment, or one of the settings that the plan varies.
         """

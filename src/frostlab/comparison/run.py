@@ -173,8 +173,8 @@ def compare(
         seeds: the number of seeds, or a list; seeds can be added to a finished comparison.
         metric: the metric that decides the verdicts; by default the recipe's metric.
         alpha: the allowed rate of false alarms, over all arms.
-        minimum_effect: the smallest effect of interest; verdicts say if an effect is smaller.
-        margin: how much worse than the baseline an arm may be; verdicts say whether a larger cost
+        minimum_effect: the smallest effect of interest; verdicts say if an effect is below it.
+        margin: the largest acceptable cost against the baseline; verdicts say whether a larger cost
             is excluded. It is a factor for perplexity and error rates, else a difference.
         tune: the settings to tune for each arm: `lr`, `decay`, `{key, values}`, or a list of such
             mappings. Every value is trained with every seed.

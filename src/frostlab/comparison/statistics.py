@@ -33,8 +33,8 @@ class Paired:
     `effect` is the mean of arm − base or, on the log scale, the ratio of the geometric means.
     `low` and `high` bound the effect with confidence 1 − alpha, and `p` is the largest alpha for
     which the t interval includes zero (or the ratio 1). `std` is the standard deviation of the
-    differences or, on the log scale, of the log ratios. Numbers that need two pairs are NaN for
-    fewer.
+    differences or, on the log scale, of the log ratios. Numbers that need two pairs are NaN if
+    there are fewer pairs.
     """
 
     n: int

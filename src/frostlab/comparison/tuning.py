@@ -26,19 +26,19 @@ from frostlab.records.folder import RunRecord, finished_status
 from frostlab.records.index import is_run
 
 Trial = tuple[tuple[str, float], ...]  # values of the tuned settings, by dotted key
-Grids = dict[str, tuple[float, ...]]  # by setting
+Grids = dict[str, tuple[float, ...]]  # setting → its values
 
 
 @dataclass(frozen=True)
 class Trials:
     """All runs of a comparison, and the trial that was chosen for every arm and seed."""
 
-    records: dict[tuple[str, Trial, int], RunRecord]  # by arm, trial and seed
+    records: dict[tuple[str, Trial, int], RunRecord]  # (arm, trial, seed) → run
     trials: tuple[Trial, ...]  # the same for every arm
-    chosen: dict[str, dict[int, Trial]]  # by arm and seed: the best over the other seeds
-    best: dict[str, Trial]  # by arm: the best over all seeds
+    chosen: dict[str, dict[int, Trial]]  # arm → seed → best trial over the other seeds
+    best: dict[str, Trial]  # arm → best trial over all seeds
     settings: tuple[TunedSetting, ...]
-    unproven: dict[str, str]  # by arm: why no verdict can follow from its tuning
+    unproven: dict[str, str]  # arm → why no verdict can follow from its tuning
 
     def results(self) -> dict[tuple[str, int], RunRecord]:
         """Return the run of the chosen trial by arm and seed."""

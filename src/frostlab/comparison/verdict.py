@@ -53,7 +53,7 @@ Answer = Literal["yes", "no", "not shown"]
 _USUAL_GRID = 3  # if more settings were tried, the level is multiplied by 3 / their number
 _SKEW_SHARE = 0.22  # share of comparisons with normal noise whose mean skewness is notable
 _SKEW_SHARE_OF_ONE = 0.1  # the same for the skewness of one arm alone, if there are several
-Values = Mapping[int, float]  # by seed
+Values = Mapping[int, float]  # seed → value
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Statement:
-    """Two arms that are compared, and what is known about them besides their values."""
+    """Two arms that are compared, and the facts about them other than their values."""
 
     arm: str
     baseline: str
@@ -100,7 +100,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Margin:
-    """The margin (how much worse than its baseline an arm may be), compared with the interval.
+    """The margin (the largest acceptable cost against the baseline), compared with the interval.
 
     A cost is how much worse the arm is. `answer` is "yes" if the interval excludes costs above the
     margin, "no" if it holds only such costs, and else "not shown". `limit` is the margin as in
@@ -111,7 +111,7 @@ class Margin:
     limit: float
     cost: float  # the margin in the unit of the effect, as a cost: a ratio, or a difference
     largest: float | None
-    probability_above: float | None  # posterior probability of a larger cost
+    probability_above: float | None  # posterior probability of a cost above the margin
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Verdict:
     improvement: float | None  # how often a run of the arm beats a run of the baseline
     population: Paired | None
     skewed: float | None  # skewness of the differences, or its mean over all arms, if notable
-    missing: dict[str, int]  # by arm: runs of the paired seeds without a finite value
+    missing: dict[str, int]  # arm → number of runs of the paired seeds without a finite value
     together: tuple[str, ...]  # factors that differ together, if several (`Plan.together`)
     notes: tuple[str, ...] = ()
 

@@ -50,7 +50,7 @@ _PLAIN_WORD = re.compile(r"(?<![\w.])[a-z]+(?![\w(])")  # lower case, and no att
 # Synthetic tasks
 
 Ids = npt.NDArray[np.int64]
-SYNTHETIC_SEEDS = {"report": 101, "tune": 202, "train": 303}  # by split, drawn in this order
+SYNTHETIC_SEEDS = {"report": 101, "tune": 202, "train": 303}  # split → seed; drawn in this order
 TRIES = 50  # draws in a row without a new example before an error is raised
 DRAWN_AT_ONCE = 8192  # maximum number of examples per draw
 

@@ -83,7 +83,7 @@ def recipe_split(
     """Return the split that has this role in a recipe; refuse a split that is a share of train."""
     if role == "tune" and data.splits == "published":
         raise BadInput(
-            "--split tune: a run with data.splits published has no tune split; use report"
+            "--split tune: a run with data.splits published has no tune split; use --split report"
         )
     split: Split | float | str | None
     if isinstance(data, Named):

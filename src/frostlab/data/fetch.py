@@ -48,7 +48,7 @@ class Need:
     # approximate bytes of the whole public set; only for a set in the data folder whose examples
     # are not counted
     whole: int | None = None
-    # by split: number of examples here, and in the public set; None: not counted
+    # split → number of examples here, and in the public set; None: not counted
     rows: dict[str, tuple[int, int]] | None = None
     problem: str | None = None  # why it cannot be used as it is; None: it can
 

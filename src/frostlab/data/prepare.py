@@ -118,7 +118,7 @@ def prepare(
 ) -> PreparedData:
     """Return a recipe's data, from the cache if they were prepared before.
 
-    Their caution includes the recipe's, about its scale and stand-ins.
+    The caution of the data includes the recipe's caution, about its scale and stand-ins.
     """
     _check_sizes(recipe.data)
     cache = cache_folder(cache)
@@ -268,7 +268,7 @@ class _TextPreparation:
         self.surveys: dict[str, Survey] = {
             role: survey(split, self.plan.columns, cache) for role, split in self.splits.items()
         }
-        self.numbers: dict[str, Numbers] = {}  # class of each row, by role; empty for language
+        self.numbers: dict[str, Numbers] = {}  # role → class of each row; empty for language
         self.labels: tuple[Label, ...] | None = None
         if data.task == "classification":
             labels = classes_of(self.plan.train, self.surveys["train"], self.plan.classes)
@@ -431,7 +431,7 @@ class _TextPreparation:
         if data.length <= special:
             raise BadInput(
                 f"data.length {data.length} leaves no room for text after the tokenizer's "
-                f"{special} special tokens; use at least {special + 1}"
+                f"{special} special tokens; set data.length to at least {special + 1}"
             )
         numbers = self.numbers.get(role, self.numbers["train"])
         rows = limit_rows(portion, numbers, limit)

@@ -87,7 +87,7 @@ class Split:
     def _running_text(self, columns: Columns) -> Iterator[Row]:
         if columns.label is not None or len(columns.texts) > 1:
             lacks = "no labels" if columns.label is not None else "one text, not pairs"
-            raise BadInput(f"{self.place}: .txt has {lacks}; use jsonl, csv, tsv or parquet")
+            raise BadInput(f"{self.place}: .txt has {lacks}; use a jsonl, csv, tsv or parquet file")
         for text, ends in read_pieces(self.files[0]):
             yield Row(0, (text,), None, ends)
 
@@ -301,7 +301,7 @@ def _plan_own(data: Own) -> SplitPlan:
 
 
 def _unused_files(data: Own, folder: Path, files: dict[str, Path]) -> tuple[str, ...]:
-    """Return the files that have no role and no split's name.
+    """Return the files that are not used: they have no role, and are not named like a split.
 
     Refuse them if neither `data.report` nor `data.tune` names a split: the rows of a file such as
     dev.csv would not be used, and nobody would notice. A text file next to labelled tables may be
@@ -347,8 +347,8 @@ def _assign_roles(
     tune = None if published else defaults.tune if data.tune is None else data.tune
     if published and isinstance(report, float) and data.report is None:
         raise BadInput(
-            f"splits: published, but {train.place} has no reporting split; use `honest`, or "
-            "set data.report to a share of train"
+            f"data.splits: published, but {train.place} has no reporting split; "
+            "set data.splits: honest, or set data.report to a share of train"
         )
     plan = SplitPlan(
         train=train,

@@ -134,7 +134,7 @@ def _set_up_words(backend: Tokenizer, lowercase: bool) -> None:
 
 
 def sample_texts(texts: Iterable[str], size: int) -> Iterator[str]:
-    """Yield every k-th text, so that at most about SAMPLE of all `size` characters remain.
+    """Yield texts at equal distances, so that at most about SAMPLE of `size` characters remain.
 
     Texts that are one long word are skipped once such texts had ENDLESS characters in total.
     """

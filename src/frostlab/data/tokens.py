@@ -66,7 +66,7 @@ class Prepared:
     digest: str  # digest of texts, tokenizer and settings
     tokenizer: Path | None  # tokenizer.json, or a pretrained tokenizer's folder; None if synthetic
     labels: tuple[Label, ...] | None = None  # the classes in order; None for language modelling
-    described: dict[str, SplitRecord] = field(default_factory=dict)  # by role
+    described: dict[str, SplitRecord] = field(default_factory=dict)  # role → its record
     notes: tuple[str, ...] = ()  # remarks about possible mistakes, such as empty texts
 
 

@@ -1,8 +1,8 @@
 """The score of the Auditory EEG Challenge of 2023 (regression), and tables of segments.
 
-A subject counts with the mean r of its segments, and a group of subjects with the mean over its
-subjects. The score weighs the subjects that the decoder was trained on two thirds and the others
-one third; docs/eeg.md cites the definition.
+The value of a subject is the mean r of its segments, and the value of a group of subjects is the
+mean over the subjects. The subjects that the decoder was trained on have a weight of two thirds in
+the score, the others one third; docs/eeg.md cites the definition.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ TITLES = {SEEN: "subjects trained on", UNSEEN: "subjects not trained on"}
 SEEN_WEIGHT = 2 / 3
 _MOST_LINES = 20  # subjects that a short table shows
 
-ScoresBySplit = Mapping[str, Mapping[str, EnvelopeScores]]  # by split, then by decoder
+ScoresBySplit = Mapping[str, Mapping[str, EnvelopeScores]]  # split → decoder → scores
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,8 @@ def null_distribution(r: float, mismatched: Floats) -> Null:
 class Tally:
     """Counts of right decisions (a tie counts half), of all decisions, and of windows.
 
-    In a decision, the prediction in a window is compared with a right and a wrong envelope.
+    In a decision, the prediction in a window is compared with two envelopes. The right one is the
+    envelope of the window or of the attended speaker.
     """
 
     right: float
@@ -177,9 +178,9 @@ class Tally:
 
 
 def match_mismatch(prediction: ArrayLike, envelope: ArrayLike, window: int, gap: int) -> Tally:
-    """Count how often a prediction correlates more with its own envelope than with a wrong one.
+    """Count how often a prediction correlates more with its own than with a mismatched envelope.
 
-    Windows do not overlap. A window has up to two wrong envelopes, taken from the same recording:
+    Windows do not overlap. A window has up to two mismatched envelopes, from the same recording:
     one begins `gap` samples after the window, and one ends `gap` samples before the window.
     """
     x, y = (np.asarray(values, np.float64) for values in (prediction, envelope))

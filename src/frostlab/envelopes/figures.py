@@ -60,8 +60,8 @@ def eeg_page(
     """Write `index.html` and a PNG of each figure into the folder, and return the page's path.
 
     Args:
-        scores: scores by split, then by decoder.
-        best: by split, an upper bound on any decoder's r, which is known for simulated data.
+        scores: split → decoder → scores.
+        best: split → an upper bound on any decoder's r, which is known for simulated data.
         excerpts: rows of `excerpt_rows` by title.
         kernels: rows of `kernel_rows`.
         importance: channel names, and one value for each.

@@ -70,7 +70,7 @@ class Ridge:
     rate: float  # Hz
     lags: Lags
     everybody: Decoder  # the shared decoder
-    own: dict[str, Decoder]  # by subject; empty if all subjects use the shared decoder
+    own: dict[str, Decoder]  # subject → decoder; empty if all use the shared one
 
     def decoder_of(self, subject: str) -> Decoder:
         """Return the subject's own decoder if there is one, else the shared decoder."""
@@ -100,15 +100,15 @@ def fit_ridge(
 
     λ is in units of the mean variance of a lagged channel, and does not penalise the bias.
     Cross-validation selects the λ with the highest mean r, averaged as Fisher's z, on held-out
-    recordings. The recordings of a subject form `folds` groups, or one group per recording if there
-    are fewer. A subject with one recording uses the λ of the shared decoder. With `per` "all",
+    recordings. The recordings of a subject form `folds` groups; fewer than `folds` recordings form
+    one group each. A subject with one recording uses the λ of the shared decoder. With `per` "all",
     every subject uses the shared decoder; subjects without training recordings always do.
     """
     taps = _check_arguments(train, rate, lags, lambdas, folds, per)
     subjects = by_subject(train)
     features = len(taps) * train[0].eeg.shape[1]
-    shared: dict[int, Moments] = {}  # moments of all subjects, by fold
-    groups: dict[int, list[Recording]] = {}  # recordings of all subjects, by fold
+    shared: dict[int, Moments] = {}  # fold → moments of all subjects
+    groups: dict[int, list[Recording]] = {}  # fold → recordings of all subjects
     own: dict[str, Decoder] = {}
     waiting: dict[str, Moments] = {}  # moments of subjects that use the shared decoder's λ
     for index, (subject, recordings) in enumerate(subjects.items()):

@@ -51,8 +51,8 @@ class Settings:
     rate: float
     null_shifts: int  # number of shifted envelopes per recording that give the chance level
     away: float  # minimum shift of an envelope
-    window: float  # length of a window for matching
-    gap: float  # time between a window and a wrong window
+    window: float  # length of a window in which a prediction chooses between two envelopes
+    gap: float  # time from a window to the mismatched envelopes before and after it
     segment: float  # length of a segment
     seed: int
 
@@ -68,13 +68,13 @@ class RecordingScore:
     r_other: float | None  # r with the envelope of the ignored speaker; None with one speaker
     segments: tuple[float, ...]  # r of every segment; a shorter recording is one segment
     null: Null
-    match: Tally  # decisions between the envelope of a window and a wrong envelope
+    match: Tally  # decisions between the envelope of a window and a mismatched envelope
     attended: Tally | None  # decisions between the attended and the ignored speaker
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Arithmetic mean and standard deviation of some r; `std` is None for a single one."""
+    """Arithmetic mean and standard deviation of several r; `std` is None for a single r."""
 
     count: int
     mean: float
@@ -166,7 +166,7 @@ class EnvelopeScores:
 
     @property
     def segments(self) -> Spread:
-        """Spread over subjects of their mean r over segments."""
+        """Mean and standard deviation, over subjects, of the mean r of a subject's segments."""
         return Spread.of([subject.segments.mean for subject in self.subjects])
 
     def to_dict(self) -> dict[str, Any]:
@@ -304,11 +304,13 @@ def score_recordings(
     """Score the decoded envelopes in `predictions`: an array (samples,) for each recording's name.
 
     The chance level is r between the prediction and the recording's envelope after a circular
-    shift, for `null_shifts` different shifts of at least `away` seconds. The k-th chance value of a
-    mean is the mean of the recordings' k-th chance values. The shifts do not depend on the
-    predictions, so they are the same for every decoder. Matching uses windows of `window` seconds,
-    and wrong windows `gap` seconds before and after. Segments of `segment` seconds, which do not
-    overlap, get an r each.
+    shift, for `null_shifts` different shifts of at least `away` seconds. For the chance level of a
+    mean, the recordings' r after their first shift are averaged, then their r after the second, and
+    so on. The shifts do not depend on the predictions, so they are the same for every decoder.
+
+    In each window of `window` seconds, r with the window's own envelope is compared with r with up
+    to two mismatched envelopes, which lie `gap` seconds before and after the window. Segments of
+    `segment` seconds, which do not overlap, get an r each.
     """
     settings = Settings(float(rate), null_shifts, away, window, gap, segment, seed)
     _check_settings(settings)
@@ -432,9 +434,9 @@ def scores_table(decoders: Mapping[str, EnvelopeScores], best: float | None = No
     first = next(iter(decoders.values())).summary
     lines.append(
         f"{counted(first.subjects, 'subjects')}, {counted(first.recordings, 'recordings')}; "
-        "r: mean by Fisher's z over subjects, with its t interval; chance: 95 of 100 means with "
-        "mismatched envelopes are below; p ≤ 0.05: number of such subjects; match: right choices "
-        "between the envelope of a window and a wrong one"
+        "r: mean by Fisher's z over subjects, with its t interval; chance ≤: 95 of 100 means with "
+        "mismatched envelopes are below this value; p ≤ 0.05: number of subjects with such a p; "
+        "match: right choices between the envelope of a window and one from before or after it"
         + "; r other: r with the ignored speaker; attended: right choices between both speakers"
         * two_speakers
     )

@@ -48,7 +48,7 @@ class Entry:
     seconds: float | None  # of all steps on MACHINE, without evaluations
     memory_bytes: int | None  # at the peak of a step
     memory_measured: bool  # else `memory_bytes` is an estimate
-    reported: dict[str, float]  # by metric: what the sources (published studies) reported
+    reported: dict[str, float]  # metric → value that the sources (published studies) reported
     optional: bool  # whether the sources only suggest this experiment
 
 

@@ -36,8 +36,8 @@ class Mean:
     value: str  # such as BERT or classification; empty for all comparisons
     shortcomings: tuple[str, ...]  # confounded, reduced; the same for all these comparisons
     comparisons: tuple[str, ...]  # folders, relative to the reported folder
-    verdicts: dict[str, int]  # by verdict: number of comparisons
-    # over one comparison its own effect and interval; else `n` is the number of comparisons
+    verdicts: dict[str, int]  # verdict → number of comparisons
+    # for a single comparison, its effect and interval; else `n` is the number of comparisons
     effect: Effect
     retained: float | None  # geometric mean of the shares of the baseline's metric
 

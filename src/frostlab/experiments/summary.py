@@ -65,7 +65,7 @@ class ArmSummary:
     confounds: tuple[str, ...]  # settings besides the treatment that differ from the baseline
     time: TimeGap | None  # None for the baseline, or if steps were not timed
     experiment: str | None  # id of the sources' experiment to which the arm corresponds
-    reported: dict[str, float]  # what the sources reported, by metric (times in seconds)
+    reported: dict[str, float]  # metric → value that the sources reported (times in s)
 
 
 @dataclass(frozen=True)

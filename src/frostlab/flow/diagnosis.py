@@ -31,9 +31,10 @@ from frostlab.records.index import read_run
 from frostlab.storage import finite
 from frostlab.text import NONE, columns
 
-FLOW_TARGETS = {"front_ratio": 0.1, "weight_change": 0.01}  # a value above its target reaches it
-# (limit, word): the first word whose limit is above the front ratio describes its size; it is no
-# verdict, because an optimizer that divides by the gradient's size learns from small gradients too
+FLOW_TARGETS = {"front_ratio": 0.1, "weight_change": 0.01}  # reached by larger values
+# (limit, word): the front ratio is the gradient size of the front divided by that of the output;
+# the first word whose limit is above the ratio describes the ratio. The word is no verdict, because
+# an optimizer that divides gradients by their size also learns from small ones.
 RATIO_WORDS = ((0.01, "very small"), (0.1, "small"), (0.5, "fair"))
 _TITLES = {"front_ratio": "front/output gradient", "weight_change": "front weight change"}
 

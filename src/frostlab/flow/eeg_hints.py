@@ -66,8 +66,8 @@ def check_norms(norms: Sequence[float]) -> NormCheck | None:
 class Hint:
     """Advice of the source for one trouble."""
 
-    trouble: str  # with the measured numbers
-    settings: dict[str, float]  # values that the source tries and that the run does not reach yet
+    trouble: str  # a description with the measured numbers
+    settings: dict[str, float]  # setting → value that the source advises
     text: str  # the advice, with the run's own values
 
 

@@ -1,7 +1,7 @@
 """Verdicts on the parts of a model, such as "not learning", and the rules that decide them.
 
-They follow from a `Flow`: a series of reports, each of which measured one training step. A part is
-all tensors of one role, such as query, in one layer or outside the layers; in an unknown
+Verdicts follow from a `Flow`: a series of reports, each of which measured one training step. A part
+is all tensors of one role, such as query, in one layer or outside the layers; in an unknown
 architecture, all tensors of one module.
 """
 
@@ -173,7 +173,7 @@ class RecentReports:
 
     @cached_property
     def _sorted_ratios(self) -> dict[str | None, list[float]]:
-        """The comparable ratios in ascending order, by role; the key None holds all of them."""
+        """The ascending comparable ratios of each role; the key None holds those of all roles."""
         ratios: dict[str | None, list[float]] = {None: []}
         for i in sorted(self.comparable, key=lambda i: self.ratios[i]):
             if not math.isnan(self.ratios[i]):

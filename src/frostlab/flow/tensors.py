@@ -299,12 +299,16 @@ def shard_group(parameters: Sequence[Any]) -> Any:
         if hasattr(parameter, "to_local"):
             dimensions = [i for i, p in enumerate(parameter.placements) if p.is_shard()]
             if len(dimensions) > 1:
-                raise BadInput("watch: a parameter is sharded along two mesh dimensions; use one")
+                raise BadInput(
+                    "watch: a parameter is sharded along two mesh dimensions; shard it along one"
+                )
             for dimension in dimensions:
                 group = parameter.device_mesh.get_group(dimension)
                 groups[group.group_name] = group
     if len(groups) > 1:
-        raise BadInput("watch: parameters are sharded over different groups of processes; use one")
+        raise BadInput(
+            "watch: parameters are sharded over different groups of processes; use a single group"
+        )
     return next(iter(groups.values()), None)
 
 

@@ -1,4 +1,4 @@
-"""Measurement of every n-th optimizer step, through optimizer hooks or calls by the loop.
+"""Measurement of optimizer steps at a fixed interval, by optimizer hooks or calls of the loop.
 
 A measured step gives a report, with numbers for each part (all tensors of one role in one layer, or
 outside the layers). A `Probe` measures on the device, a `ReportQueue` copies the numbers to the

@@ -45,7 +45,7 @@ _FILES = "events.out.tfevents.*"
 _MOST_BYTES = 2**24  # largest size of an event in a file; a larger one is damaged
 
 
-Samples = dict[str, NDArray[np.float32]]  # by tag
+Samples = dict[str, NDArray[np.float32]]  # tag → values
 
 
 class TensorBoard:

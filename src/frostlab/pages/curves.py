@@ -41,8 +41,8 @@ class Curve:
     """The evaluations and the training steps of one run."""
 
     evaluations: tuple[Evaluation, ...]
-    losses: dict[int, float]  # by the last step of each span: mean training loss
-    step_ms: dict[int, float]  # by the last step of each span: mean time of a step after warm-up
+    losses: dict[int, float]  # last step of a span → mean training loss over it
+    step_ms: dict[int, float]  # last step of a span → mean time of its steps after warm-up
 
     def metric(self, name: str) -> dict[int, float]:
         """Return a metric by step."""
@@ -168,7 +168,7 @@ class _Average:
 
     def __init__(self, span: int) -> None:
         self.span = span
-        # by span: the sum and the number of its values, and the last step so far
+        # span → sum and number of its values, and its last step so far
         self.spans: dict[int, tuple[float, int, int]] = {}
 
     def add(self, first: int, values: Sequence[float | None]) -> None:

@@ -16,7 +16,7 @@ from frostlab.text import NONE
 
 _LONG = 45  # characters from which a column of text is broken into lines
 _WIDTH = 0.3  # of such a column, as a share of the line
-_SPECIAL = {  # by commands whose fonts every LaTeX has; the font of \$, for example, may be missing
+_SPECIAL = {  # character → command whose font every LaTeX has; that of \$, e.g., may be missing
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"$\mathdollar$", "&": r"\&",
     "#": r"\#", "%": r"\%", "_": r"\_", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}",
     "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"{\char34}",

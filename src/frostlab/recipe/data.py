@@ -304,8 +304,8 @@ class MatlabEEG(RecordedEEG):
 
     name: Literal["eeg-matlab"]
     path: str = "eeg_cocktail"
-    # number, from 1, of each subject's recording for report; the next recording is for tune (after
-    # the last recording: the first)
+    # position, from 1, of the recording for report among a subject's recordings; the next recording
+    # is for tune (after the last recording: the first)
     held_out: Positive = 1
     band: tuple[Rate, Rate] | None = (1.0, 9.0)
     reference: Literal["average", "mastoids", "none"] = "average"

@@ -47,7 +47,7 @@ class Interaction(Strict):
     """A question about how the effect of an arm differs between two comparisons of the group."""
 
     question: str
-    arm: str  # its name in both comparisons
+    arm: str  # the arm's name in both comparisons
     comparison: str
     against: str  # the other comparison
 
@@ -79,7 +79,7 @@ class Group(Strict):
 
     about: str
     machine: str | None = None  # the sources' machine, which `cost` is for
-    # by id, or by the path of a recipe's file
+    # id, or path of a recipe's file → experiment
     experiments: dict[str, Experiment] = Field(default_factory=dict, max_length=MOST_LISTED)
     # name → keys of a comparison whose `arms` are ids; the first is the baseline
     published: dict[str, Published] = Field(default_factory=dict, max_length=MOST_LISTED)

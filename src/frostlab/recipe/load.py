@@ -201,7 +201,7 @@ def _shipped(package: str) -> dict[str, dict[str, Any]]:
 
 
 def _files(package: str) -> dict[str, Traversable]:
-    """Return the YAML files of a package by name: its own, and then those of its sub-folders."""
+    """Return a package's YAML files by name: those in its folder, then those in sub-folders."""
     folder = resources.files(package)
     folders = [folder, *(entry for entry in folder.iterdir() if entry.is_dir())]
     return {
@@ -285,7 +285,7 @@ class Layers:
     """A recipe's values, merged from files and settings, and the source of each key."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    sources: dict[tuple[str, ...], str] = field(default_factory=dict)  # by key, the latest last
+    sources: dict[tuple[str, ...], str] = field(default_factory=dict)  # key → source; latest last
     settings: set[tuple[str, ...]] = field(default_factory=set)  # keys whose source is a setting
     # keys that are set where `scale` is set or later, so that the scale does not change them
     fixed: set[tuple[str, ...]] = field(default_factory=set)

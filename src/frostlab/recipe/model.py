@@ -80,8 +80,8 @@ class DecoderModel(ModelSettings):
             yield f"model.width {self.width} is not a multiple of model.heads {self.heads}"
         if self.width % (2 * self.heads):
             yield (
-                f"model.width {self.width} gives heads of odd size; rotary positions need an even "
-                f"one; use a multiple of {2 * self.heads}"
+                f"model.width {self.width} gives heads of odd size, but rotary positions need an "
+                f"even size; set model.width to a multiple of {2 * self.heads}"
             )
 
 
@@ -151,7 +151,8 @@ class ConformerModel(ModelSettings):
             )
         if self.variant == "published" and self.attention != "plain":
             raise ValueError(
-                f"attention {self.attention} is given, but variant published has its own; use plain"
+                f"attention {self.attention} is given, but variant published has its own "
+                "attention; set attention: plain"
             )
         return self
 

@@ -208,9 +208,9 @@ class Recipe(Strict):
 
     @property
     def stand_ins(self) -> dict[str, str]:
-        """The stand-ins for missing data, tokenizers and weights, by section.
+        """The stand-ins for missing data, tokenizers and weights.
 
-        They are described by texts such as `docstrings for tinystories`.
+        Keys are sections of the recipe, values are texts such as `docstrings for tinystories`.
         """
         parts = {"data": self.data, "tokenizer": self.tokenizer, "model": self.model}
         missing = {name: getattr(part, "stands_for", None) for name, part in parts.items()}

@@ -112,7 +112,9 @@ class Train(Strict):
                 "set one of them to null"
             )
         if self.cache_prefix is not None and self.parallel == "fsdp":
-            raise ValueError("cache_prefix skips layers, which parallel fsdp cannot do; use ddp")
+            raise ValueError(
+                "cache_prefix skips layers, which parallel fsdp cannot do; set parallel: ddp"
+            )
         if self.batch % (self.accumulate * (self.processes or 1)):
             raise ValueError(
                 f"batch {self.batch} is not a multiple of accumulate {self.accumulate} × "

@@ -189,7 +189,7 @@ def _headers(package: importlib.metadata.Distribution) -> Message:
 
 
 def _numerics() -> dict[str, Any]:
-    """Return torch's settings that change the digits of a result; None if torch lacks one.
+    """Return torch's settings that change the digits of a result; None where torch lacks one.
 
     `float32` is full precision; other values name the shorter format that matmuls or convolutions
     of float32 tensors may use.

@@ -31,7 +31,7 @@ class Best:
     """The best evaluation on the split that selects the weights."""
 
     metric: str  # the metric that selects the best weights
-    value: float | None  # its best value; null before the first finite one
+    value: float | None  # the metric's best value; null before the first finite value
     step: int | None  # optimizer steps done at this evaluation
 
 
@@ -206,9 +206,9 @@ class Scores:
     quartiles: list[float]  # 25th and 75th percentile of the subjects' r
     mean_other: float | None  # mean r with the speech that was not attended
     above: int  # number of subjects whose own r is above chance, with p <= 0.05
-    null: Chance  # mean r by chance
-    match: Decisions  # between a window's own envelope and another window's
-    attended: Decisions | None  # between the attended and the other speaker; null with one speaker
+    null: Chance  # distribution of the mean r by chance
+    match: Decisions  # choices between a window's own envelope and a mismatched one
+    attended: Decisions | None  # choices between both speakers; null with one speaker
     digest: str  # digest of this decoder's scores for this split in scores.json
 
 
@@ -255,9 +255,9 @@ class Digests:
     data: str  # digest of the prepared data
     source: str | None  # digest of the files of pretrained weights; null if weights are drawn
     revision: str | None  # the hub's commit of these files; null if they are not from the hub
-    weights: dict[str, str]  # digest of each part (a tensor, or its rows of one role), by key
+    weights: dict[str, str]  # part (a tensor, or its rows of one role) → digest
     touched: list[str]  # keys of the parts that the treatment changed or added
-    frozen: dict[str, str]  # digest of every part and buffer frozen in the first stage, by key
+    frozen: dict[str, str]  # part or buffer that is frozen in the first stage → digest
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ class GeneratedText:
 
     prompt: str  # the beginning of a text of the report split; empty: the model began a new text
     text: str  # the continuation of the prompt
-    ended: Literal["end", "length", "positions"]  # by an end token, `max_tokens`, its last position
+    ended: Literal["end", "length", "positions"]  # by end token, `max_tokens`, last position
 
 
 @dataclass(frozen=True)
@@ -379,7 +379,7 @@ class StageEvent(Event):
     added: list[str]  # prefixes of the layers that the stage adds
     trainable: int  # number of trainable parameters
     total: int  # number of parameters of the model
-    lr: float | dict[str, float]  # learning rate, or rates by selection
+    lr: float | dict[str, float]  # learning rate, or selection → learning rate
     best_before: StageBest | None  # best evaluation of the previous stage
     supervise: Supervised | None  # null: only the last layer has a loss
 
@@ -538,7 +538,7 @@ class FlowEvent(Event):
     broken: list[int] = field(default_factory=list)  # indices of parts with NaN or infinity
     dead: dict[str, float | None] = field(default_factory=dict)  # module → share of dead units
     saturated: dict[str, float | None] = field(default_factory=dict)  # module → saturated share
-    entropy: dict[str, list[float | None]] = field(default_factory=dict)  # by attention and head
+    entropy: dict[str, list[float | None]] = field(default_factory=dict)  # attention → per head
 
 
 @dataclass(frozen=True)

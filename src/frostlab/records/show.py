@@ -50,7 +50,7 @@ class _Run:
     damaged_events: list[str]  # the reason for each unreadable line
     recipe: dict[str, Any] | None
     recipe_file_digest: str | None  # digest of the recipe in recipe.yaml as it is now
-    differences: dict[str, Any] | None  # settings that are not the default, by dotted key
+    differences: dict[str, Any] | None  # dotted key → setting that is not the default
     environment: dict[str, Any] | None
     data: DataRecord | None
     damaged_data: str | None  # why data.json cannot be read; None if it is absent or intact

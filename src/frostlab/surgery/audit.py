@@ -22,8 +22,8 @@ class Audit:
     """The digests of a model's tensors at one moment: 64 characters for each tensor."""
 
     model: str
-    # digests, by name, of frozen parts, of parts that the architecture never trains (fixed), and of
-    # the running statistics of frozen BatchNorms
+    # name → digest: frozen parts, parts that the architecture never trains (fixed), and the running
+    # statistics of frozen BatchNorms
     digests: dict[str, str]
     trainable: dict[str, str] | None = None  # digests of trainable parts; None: not recorded
 

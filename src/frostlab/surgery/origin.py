@@ -32,7 +32,7 @@ class Origin:
 
     @property
     def reads_weights(self) -> bool:
-        """Whether the new values depend on the old ones."""
+        """Whether the new values depend on the values that they replace."""
         return self.source == "weights" or self.std == "match"
 
     @property

@@ -8,8 +8,8 @@ masked half needs half of these FLOPs. A learned table of relative positions cos
 every query with the row of every distance.
 
 The results are bounds, because only matmuls and the optimizer's memory traffic are counted. A step
-that is bound by matmuls gets at most `speed_up` times as fast, and at the measured rates of a
-device, no step with Adam takes less than `ceiling_ms` (its ceiling on speed).
+of only matmuls would be at most `speed_up` times as fast, and at the measured rates of a device, no
+step with Adam takes less than `ceiling_ms` (the ceiling on its speed).
 """
 
 import time
@@ -93,8 +93,8 @@ def _layer_flops(
     layer: Layer, learns_below: bool, encoder_learns: bool, length: int, causal: bool
 ) -> float:
     total = 0.0
-    query_widths: dict[bool, int] = {}  # by whether the attention is cross-attention
-    needs_backward: dict[bool, bool] = {}  # by the same key
+    query_widths: dict[bool, int] = {}  # whether it is cross-attention → width
+    needs_backward: dict[bool, bool] = {}  # the same key → whether there is a backward pass
     learns_inside = any(_learns(part) for part in layer.parts)
     tables = [part for part in layer.parts if _is_distance_table(part, layer, length)]
     query_learns = learns_below  # whether queries need a gradient
@@ -220,7 +220,7 @@ def describe_savings(anatomy: Anatomy, length: int) -> Sequence[str]:
     mib = 2**20
     return [
         f"matmul work     −{saved.flop_share:.2%} at length {length}: "
-        f"a step bound by it gets at most {saved.speed_up:.3f}× as fast",
+        f"a step of only matmuls would be at most {saved.speed_up:.3f}× as fast",
         f"gradients, Adam −{(saved.bytes_all - saved.bytes) / mib:,.0f} of "
         f"{saved.bytes_all / mib:,.0f} MiB in float32; activations are not counted",
     ]

@@ -209,7 +209,7 @@ class Rounds:
 
     baseline: str
     controls: tuple[str, ...]  # further copies of the baseline
-    blocks: dict[str, list[BlockSeconds]]  # by arm, including the baseline and the controls
+    blocks: dict[str, list[BlockSeconds]]  # arm → blocks; with baseline and controls
     pairs: int = 1  # pairs of rounds per build
     began: list[float] = field(default_factory=list)  # when each baseline block started, in s
     starts: list[int] = field(default_factory=list)  # index of the first batch of each round

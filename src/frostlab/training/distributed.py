@@ -96,15 +96,15 @@ def process_group(device: torch.device, train: Train) -> Iterator[World]:
     if size == 1:
         yield World(nccl=_is_nccl() and dist.get_world_size() == 1)
         return
+    use_device(device)  # before the processes communicate
     initialize = not dist.is_initialized()
     if initialize:
         gpus, enough = torch.cuda.device_count(), torch.cuda.device_count() >= local_world_size()
         if uses_nccl(device) and not enough and train.parallel == "fsdp":
             raise BadInput(
                 f"train.parallel fsdp needs a GPU for each of {local_world_size()} processes, but "
-                f"this machine has {gpus}; use ddp"
+                f"this machine has {gpus}; set train.parallel: ddp"
             )
-        use_device(device)
         # NCCL refuses two processes on one GPU
         dist.init_process_group("nccl" if uses_nccl(device) and enough else "gloo")
     try:
@@ -185,16 +185,16 @@ class GradientSum:
         self._present = None
 
     def _check_present(self, present: list[bool]) -> None:
-        """Refuse to go on if processes, or successive steps, have gradients of other parameters."""
+        """Refuse to go on if processes or steps have gradients of different parameters."""
         if self._present is None:
             if not self._world.same(present):
                 raise FrostlabError(
-                    "the processes have gradients of different parameters; use train.step eager"
+                    "the processes have gradients of different parameters; set train.step: eager"
                 )
             self._present = present
         if present != self._present:
             raise FrostlabError(
-                "a step has gradients of other parameters than before; use train.step eager"
+                "a step has gradients of other parameters than earlier steps; set train.step: eager"
             )
 
 
@@ -280,6 +280,6 @@ def sync_batch_norms(model: nn.Module, world_size: int, device: torch.device) ->
             if not uses_nccl(device):
                 raise BadInput(
                     f"model.norm batch cannot be synchronised over {world_size} processes on "
-                    f"{device.type}, only on GPUs; use layer or group"
+                    f"{device.type}, only on GPUs; set model.norm to layer or group"
                 )
             setattr(parent, name, nn.SyncBatchNorm.convert_sync_batchnorm(norm))

@@ -399,6 +399,7 @@ def _train_and_report(
             wall.end_part("report")
         except BaseException as error:
             failure = failure_of(error, context.recipe)
+            metrics, scores, weights_digest = None, None, None  # the weights may not be saved
             with suppress(BaseException):  # the first error is the one to report
                 context.writer.wait()
             progress.seconds = clock.seconds

@@ -43,6 +43,8 @@ def write_samples(context: RunContext, progress: Progress) -> None:
         return
     if as_token_data(prepared).tokenizer is None:  # generated tokens have no text
         return
+    if _is_sharded(context.model):  # its weights are read from the last checkpoint
+        context.writer.wait()
     try:
         samples = _generate(context, progress)
     except Exception as error:  # models raise errors of many types; the run itself has succeeded
@@ -75,17 +77,20 @@ def _generate(context: RunContext, progress: Progress) -> list[GeneratedText]:
     return [GeneratedText(sample.prompt, sample.text, sample.ended) for sample in generated]
 
 
+def _is_sharded(model: nn.Module) -> bool:
+    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
+
 def _whole_model(context: RunContext, progress: Progress) -> nn.Module:
     """Return the model with the best weights; if it is sharded, a copy on the CPU.
 
     Only one process generates, and cannot gather the others' shards alone.
     """
-    if not any(hasattr(parameter, "full_tensor") for parameter in context.model.parameters()):
+    if not _is_sharded(context.model):
         return context.model
     with torch.random.fork_rng(devices=[]):
         stages = context.stages[: context.current.index + 1]
         model = build_model(context.recipe, context.prepared, stages).model
-    context.writer.wait()
     load_weights(model, best_checkpoint(context.path, progress))
     return model
 

@@ -249,7 +249,7 @@ def make_step(
         unused=_has_unused(current, recipe, prepared, task, compute),
         lr_scales=lr_scales(current.model, current.stage, current.index, current.entered),
         watches_inside=watches_inside,
-        one_shape=feed.one_shape,
+        one_shape=compute.world.size > 1 and feed.one_shape,
     )
 
 

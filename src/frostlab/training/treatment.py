@@ -95,8 +95,8 @@ def register_treatment(
     Args:
         name: a name that no other treatment has.
         change: a function that takes the model on the CPU and the run's seed, and changes weights
-            in place. It must draw from its own random generator, and leave torch's as it was, so
-            that nothing drawn later depends on the treatment.
+            in place. It must draw from its own random generator, and leave torch's generator as
+            it was, so that nothing drawn later depends on the treatment.
         freeze: selections to freeze afterwards.
 
     A name can be registered again only with a function of the same module and name, as when a

@@ -65,7 +65,7 @@ class Run(RunRecord):
             split: report (the default), tune or train; for EEG also unseen, the subjects that the
                 model was not trained on. For EEG, report also scores unseen subjects, apart from
                 the others.
-            settings: changes of what is evaluated: `data.path`, `data.language`, `data.text`,
+            settings: changes of the evaluated data: `data.path`, `data.language`, `data.text`,
                 `data.label`, `data.report` (another split of the same data set) and
                 `data.evaluation_limit`; for EEG, only `data.path`.
             data_dir: the folder with the data sets.

@@ -84,10 +84,10 @@ def test_speech_heard_in_training_by_others_is_told() -> None:
         (headings(2, 3), HoldOut(unseen=("s1", "s2")), "leaves no subject of here to train on"),
         (headings(1, 3) * 2, HoldOut(), "2 recordings are called x_s1_1"),
         (told(), HoldOut(tune=1), "data.tune 1 is given, but here has train, val and test files"),
-        (told()[:-6], HoldOut(), "here has no test_-_ file"),
-        ([h for h in told() if h.role != "tune"], HoldOut(tune=1), "here has no val_-_ file"),
+        (told()[:-6], HoldOut(), "here has no file named test_-_"),
+        ([h for h in told() if h.role != "tune"], HoldOut(tune=1), "here has no file named val_-_"),
         (headings(4, 3), HoldOut(("s1", "s2", "s3"), 0.5), "is 2 of the 4 .* data.seen leaves 1"),
-        ([*told(), Heading("n", "s9", "n", "tune")], HoldOut(), "s9 has no train_-_ file"),
+        ([*told(), Heading("n", "s9", "n", "tune")], HoldOut(), "s9 has no file named train_-_"),
         (
             [*told(), Heading("n", "s9", "n", "tune")],
             HoldOut(unseen=("s9",)),

@@ -36,7 +36,7 @@ class _Evaluation:
     spent: dict[str, float]  # steps, epochs and seconds until then: the keys of `CONVERGED`
 
 
-_Curves = Mapping[int, Sequence[_Evaluation]]  # by seed: the evaluations of a finished run
+_Curves = Mapping[int, Sequence[_Evaluation]]  # seed → evaluations of the finished run
 
 
 def convergence(runs: Runs, rules: Rules) -> Convergence | None:

@@ -20,7 +20,7 @@ from frostlab.comparison.statistics import paired, spread
 from frostlab.records.folder import SCORES, RunRecord, read_scores
 from frostlab.text import NONE, escaped, markdown
 
-Records = Mapping[tuple[str, int], RunRecord]  # by arm and seed
+Records = Mapping[tuple[str, int], RunRecord]  # (arm, seed) → run
 
 
 def segment_scores(

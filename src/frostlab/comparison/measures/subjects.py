@@ -17,7 +17,7 @@ from frostlab.records.folder import REPORTED, SCORES, RunRecord, read_scores
 from frostlab.records.schema import read
 from frostlab.storage import finite
 
-Records = Mapping[tuple[str, int], RunRecord]  # by arm and seed
+Records = Mapping[tuple[str, int], RunRecord]  # (arm, seed) → run
 
 
 def subject_tests(

@@ -244,7 +244,7 @@ def _write(
     by_name = {source.heading.name: source for source in sources}
     store = Store(place)
     channels: tuple[str, ...] = ()
-    speech: dict[str, str] = {}  # digest of the envelope, by recording
+    speech: dict[str, str] = {}  # recording → digest of its envelope
     for role, names in division.items():
         for name in names:
             recording, labels = by_name[name].read()

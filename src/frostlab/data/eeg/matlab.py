@@ -32,7 +32,7 @@ class SetFile:
     """The signals of an EEGLAB .set file."""
 
     channels: list[str]
-    types: list[str]  # by channel, as MNE calls them, such as eeg
+    types: list[str]  # type of each channel, in MNE's words, such as eeg
     rate: float  # Hz
     signals: Any  # (channels, samples), in V
 

@@ -47,13 +47,13 @@ class Recordings:
 
     rate: float  # Hz
     channels: tuple[str, ...]
-    splits: dict[str, tuple[Recording, ...]]  # by role; unseen only if subjects are held out
+    splits: dict[str, tuple[Recording, ...]]  # role → recordings; unseen only if held out
     subjects: tuple[str, ...]  # subjects in train, in the order of the subject embedding's rows
     known: dict[str, float]  # reference scores, such as best_r, a bound on the correlation r
-    origin: dict[str, str]  # by role: where the recordings come from
+    origin: dict[str, str]  # role → where the recordings come from
     caution: str | None  # a warning to show with every score
     digest: str
-    files: dict[str, tuple[FileRecord, ...]] = field(default_factory=dict)  # by role
+    files: dict[str, tuple[FileRecord, ...]] = field(default_factory=dict)  # role → files
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Signals:
     caution: str | None
     known: dict[str, float]
     digest: str  # of the recordings and of how they are cut into windows
-    described: dict[str, SplitRecord] = field(default_factory=dict)  # by role
+    described: dict[str, SplitRecord] = field(default_factory=dict)  # role → its record
     task: Literal["envelope"] = "envelope"
     labels: None = None  # EEG has no classes
     notes: tuple[str, ...] = ()

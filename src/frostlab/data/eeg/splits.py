@@ -13,8 +13,8 @@ from frostlab.data.eeg.recordings import ROLES
 from frostlab.errors import BadInput, nearest
 from frostlab.storage import digest_of
 
-PREFIXES = {"train": "train", "tune": "val", "report": "test"}  # prefixes of file names, by role
-Division = dict[str, list[str]]  # names of recordings, by role
+PREFIXES = {"train": "train", "tune": "val", "report": "test"}  # role → prefix of file names
+Division = dict[str, list[str]]  # role → names of recordings
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Heading:
     name: str
     subject: str
     stimulus: str  # identifies the speech that the subject heard, by a name or a digest
-    role: str | None = None  # role by the prefix of the file's name; None without a prefix
+    role: str | None = None  # the role that the file's prefix names; None without a prefix
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class HoldOut:
     unseen: tuple[str, ...] | float | None = None  # subjects to hold out: names, or a share
     tune: int | None = None  # recordings per subject; None: set by file prefixes, if any, or 1
     report: int | None = None  # recordings per subject; None: as for tune
-    # If given, replaces tune and report: the number, from 1, of each subject's recording to report.
-    # The next recording is for tuning.
+    # If given, replaces tune and report: the position, from 1, of the recording for report among a
+    # subject's recordings. The next recording is for tune (after the last recording: the first).
     held_out: int | None = None
 
 
@@ -57,8 +57,8 @@ def divide(headings: Sequence[Heading], rule: HoldOut, place: str) -> tuple[Divi
         division["unseen"] = [h.name for h in headings if h.subject in unseen]
     division = {role: names for role, names in division.items() if names}
     if by_prefix:
-        # Files with prefixes are parts of recordings, cut at the same times for every subject, so
-        # train, val and test share a stimulus but no speech.
+        # Files with prefixes are parts of recordings, cut at the same times for every subject. So
+        # train, val and test files of one stimulus hold different parts of its speech.
         return division, None
     stimuli = {heading.name: heading.stimulus for heading in headings}
     return division, shared_speech_warning(stimuli, division)
@@ -117,8 +117,8 @@ def _assign_by_prefix(
     for role in ("train", "tune", "report"):
         if not division[role]:
             raise BadInput(
-                f"{place} has no {PREFIXES[role]}_-_ file of the subjects to train on; train, val "
-                "and test files are needed, or only train files"
+                f"{place} has no file named {PREFIXES[role]}_-_… for the subjects to train on; "
+                "train, val and test files are needed, or only train files"
             )
     for role, count in (("tune", rule.tune), ("report", rule.report)):
         if count is not None:
@@ -128,16 +128,16 @@ def _assign_by_prefix(
     for heading in headings:
         if heading.subject in seen and heading.subject not in trained:
             raise BadInput(
-                f"{place}: {heading.subject} has no train_-_ file; name it in data.unseen, or "
-                "leave it out of data.seen"
+                f"{place}: {heading.subject} has no file named train_-_…; name the subject in "
+                "data.unseen, or leave it out of data.seen"
             )
     for subject in unseen:
         if not any(h.subject == subject and h.role == "report" for h in headings):
-            raise BadInput(f"{place}: {subject} of data.unseen has no test_-_ file")
+            raise BadInput(f"{place}: {subject} of data.unseen has no file named test_-_…")
 
 
 def _assign_by_order(subject: str, names: list[str], rule: HoldOut, division: Division) -> None:
-    """Hold out a subject's last recordings, or recording number `rule.held_out` and the next."""
+    """Hold out a subject's last recordings, or the one at `rule.held_out` and the next."""
     count = len(names)
     tune, report = rule.tune or 1, rule.report or 1
     if count < tune + report + 1:

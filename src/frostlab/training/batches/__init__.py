@@ -1,1 +1,1 @@
-"""Batches: the examples of a step as tensors, padded, packed or with cached layer outputs."""
+"""Batches: the examples of a step as tensors, padded or packed, and a cache of layer outputs."""

@@ -1,4 +1,8 @@
-"""The feed: the micro-batches of each training step, padded, packed or with cached outputs."""
+"""The feed: the micro-batches of each training step, whose examples are padded or packed.
+
+With a prefix cache, batches also hold the cached outputs of the frozen lowest layers, or their
+indices in the cache.
+"""
 
 from dataclasses import replace
 
@@ -22,7 +26,10 @@ from frostlab.training.distributed import Compute
 
 
 def packs_examples(train: Train) -> bool:
-    """Return whether a recipe packs examples into one row, at least in stages with a cache."""
+    """Return whether a recipe packs several examples into one row, in all or some of its stages.
+
+    With `train.cache_prefix`, the stages that use the cache pack, whatever `train.batching` is.
+    """
     return train.batching == "packed" or train.cache_prefix is not None
 
 
@@ -46,10 +53,11 @@ class Feed:
             self.shapes = shapes_for(self._text.tokens, parts)
 
     def use_few_widths(self, steps: int, cost: float) -> None:
-        """Pad batches to fewer widths if that saves time, on a device that prepares every width.
+        """Pad batches to fewer widths if that saves time, because the first use of a width is slow.
 
-        Preparing a width takes as long as training on `cost` tokens, padding included. The widths
-        are those for which `steps` steps with batches like the first epoch's take the least time.
+        The first use takes as long as training on `cost` tokens, padding included. The widths are
+        chosen so that `steps` steps take the least time, first uses included, if every epoch has
+        batches like those of the first epoch.
         """
         examples = self.examples
         if self.packs or not isinstance(examples, TokenExamples) or examples.limit is None:
@@ -68,7 +76,7 @@ class Feed:
 
     @property
     def number_of_shapes(self) -> int:
-        """Return the number of shapes that batches are padded to; 1 if it is not limited."""
+        """Return the number of shapes that batches are padded to; 1 if no shapes were chosen."""
         if self.shapes is not None:
             return len(self.shapes.widths)
         return max(1, len(getattr(self.examples, "widths", ())))
@@ -77,7 +85,7 @@ class Feed:
     def one_shape(self) -> bool:
         """Return whether the micro-batches of all steps and processes have the same shape.
 
-        The batch is a multiple of processes × micro-batches, so a full one is divided evenly.
+        The batch is a multiple of processes × micro-batches, so a full batch is divided evenly.
         """
         fixed = not isinstance(self.examples, TokenExamples) or self.examples.width is not None
         return (

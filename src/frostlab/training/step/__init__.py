@@ -24,13 +24,13 @@ from frostlab.training.step.optimizer import Bf16Copies, build_optimizer
 # captured step saves elementwise work: 58 to 72 picoseconds per token, layer and unit of the width,
 # in BERT and GPT. It adds these seconds to the start of a run.
 _SAVED_PER_UNIT = 60e-12
-_COMPILE_SECONDS = {"GPT": 4.0, "Decoder": 4.0, "Conformer": 15.0}  # by the model's class
+_COMPILE_SECONDS = {"GPT": 4.0, "Decoder": 4.0, "Conformer": 15.0}  # class of the model → seconds
 _OTHER_COMPILE_SECONDS = 8.0  # BERT's
 _USUAL_SAVED = 2e-3  # seconds per step, where the size of a step is not known
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 # Further shapes of batches are compiled in about half the time of the first: with the 7 widths of
-# imdb-gpt and an empty cache, setting up and preparing new shapes took 21 s longer (docs/
-# measurements.md, "A whole run on an H200").
+# imdb-gpt, setting up and preparing new shapes took 21 s at commit aab3973 (docs/measurements.md,
+# "A whole run on an H200").
 _FURTHER_SHAPE = 0.5
 _SHARED_BY = 2  # assumed number of runs that share compiled code, such as two arms or two seeds
 
@@ -86,7 +86,7 @@ class Choice:
 class Sharing:
     """How several processes share a model and its batches."""
 
-    sharded: bool = False  # by FSDP
+    sharded: bool = False  # whether FSDP shards the model
     shares_norms: bool = False  # whether there is a SyncBatchNorm
     one_shape: bool = False  # whether all micro-batches of all processes have the same shape
 
