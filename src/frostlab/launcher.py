@@ -1,10 +1,14 @@
 """The environment variables by which torchrun, or a queue, tells a process about the others."""
 
 import os
+import shlex
+import sys
 
 from frostlab.errors import BadInput
 
-AT_ONCE = "FROSTLAB_RUNS_AT_ONCE"  # a queue of runs sets it for its workers
+# A queue of runs sets these for its workers.
+AT_ONCE = "FROSTLAB_RUNS_AT_ONCE"
+COMMAND = "FROSTLAB_COMMAND"
 _MOST_PROCESSES = 10**6
 
 
@@ -31,6 +35,11 @@ def local_world_size() -> int:
 def runs_at_once() -> int:
     """Return how many runs a queue lets share this process's device; 1 without a queue."""
     return _integer(AT_ONCE, 1, 1)
+
+
+def command() -> str:
+    """Return the command that started this process, or the queue whose worker it is."""
+    return os.environ.get(COMMAND) or shlex.join(sys.orig_argv)
 
 
 def check_variables() -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -94,6 +95,8 @@ def test_a_killed_worker_costs_nothing_and_the_rest_goes_on(tmp_path: Path) -> N
     assert len(resumes) == 1, "it went on from its checkpoint"
     assert json.loads(resumes[0])["step"] > 0
     assert RunRecord(first).result.runs_at_once == 2
+    environment = json.loads((first / "environment.json").read_text())
+    assert environment["command"] == shlex.join(sys.orig_argv), "the queue's, not the worker's"
     assert finished_status(folder.runs / "mine-recipe-none-s1") == "stopped"
     assert "step" in (folder.logs / "mine-recipe-none-s0.log").read_text()
     alone = fl.run(str(tmp_path / "mine-recipe.yaml"), seed=0, out=tmp_path / "alone")

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from frostlab.errors import BadInput
-from frostlab.launcher import AT_ONCE
+from frostlab.launcher import AT_ONCE, COMMAND, command
 from frostlab.matrix.queue import Ended
 from frostlab.matrix.task import Outcome, Task, run_task
 from frostlab.storage import open_append
@@ -86,7 +86,7 @@ class _Worker:
         self.task: Task | None = None
         self.asked_to_stop = False
         self.connection, theirs = context.Pipe()
-        variables = {**slot.variables, AT_ONCE: str(slot.at_once)}
+        variables = {**slot.variables, AT_ONCE: str(slot.at_once), COMMAND: command()}
         self.process = context.Process(target=_serve, args=(theirs, variables, data_dir, logs))
         self.process.start()
         theirs.close()

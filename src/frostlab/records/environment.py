@@ -9,7 +9,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import shlex
 import socket
 import sys
 import time
@@ -26,6 +25,7 @@ import psutil  # type: ignore[import-untyped]
 
 import frostlab
 from frostlab import storage
+from frostlab.launcher import command
 from frostlab.records.telemetry import Gpu, wanted_gpu
 
 VARIABLES = (  # environment variables to record, because they affect speed or results
@@ -116,7 +116,7 @@ def environment(device: str) -> dict[str, Any]:
         reason = str(error) or type(error).__name__
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(sys.orig_argv),
+        "command": command(),
         "device": device,
         "device_name": _try(_device_name, device),
         "gpu": gpu,
