@@ -124,15 +124,17 @@ class Runner:
 
     def _run(self, left: Sequence[ArmTask], alone: bool) -> None:
         """Run tasks through the queue; raise an error at the end if runs have no record."""
-        total, crashed, in_workers = 0.0, [], not self._stays_here(left, alone)
+        total, crashed, stopped, in_workers = 0.0, [], False, not self._stays_here(left, alone)
         with self._executor(in_workers, alone) as opened, ExitStack() as stack:
             # In this process, the run itself catches signals.
             asked = stack.enter_context(interruptions()) if in_workers else _never
-            queue = Queue(opened.executor, asked_to_stop=asked, say=self.say)
+            # A run that was stopped stops the others too, which then write their checkpoints.
+            queue = Queue(opened.executor, asked_to_stop=lambda: asked() or stopped, say=self.say)
             outcomes = stack.enter_context(closing(queue.outcomes(left)))
             for count, (task, outcome) in enumerate(outcomes, 1):
-                if outcome.kind == "stopped":
-                    raise Stopped("stopped; the same command continues the comparison")
+                stopped |= outcome.kind == "stopped"
+                if stopped:
+                    continue
                 if outcome.kind == "refused":
                     raise BadInput(outcome.text)
                 if outcome.kind in ("crashed", "blocked"):
@@ -144,6 +146,8 @@ class Runner:
                     f"run {count} of {len(left)}  {task.about}  {failed}{outcome.text}  "
                     f"{outcome.seconds:.0f} s; {_duration(remaining)} left"
                 )
+        if stopped:
+            raise Stopped("stopped; the same command continues the comparison")
         if crashed:
             raise FrostlabError(
                 f"{counted(len(crashed), 'runs')} ended without a result: {'; '.join(crashed[:3])};"
