@@ -466,7 +466,10 @@ SOME = "imdb-0, imdb-1, imdb-2, imdb-3, imdb-4 and 1 more"
         ("..", "'..' is not the folder of a run; name one in {root}; it has {some}"),
     ],
 )
-def test_a_run_that_is_not_one_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_a_run_that_is_not_one_is_refused(
+    tmp_path: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # whose parent, `..`, holds no run
     for i in range(6):
         write_run(tmp_path / f"imdb-{i}")
     with pytest.raises(BadInput) as caught:
