@@ -146,8 +146,8 @@ def run(
         bool,
         typer.Option(
             "--resume",
-            help="Continue the newest unfinished run of this recipe, or the run in --out. If there "
-            "is none, start a new run.",
+            help="Continue the newest unfinished run of this recipe, or the run in --out. "
+            "Without such a run, start a new one.",
         ),
     ] = False,
     data_dir: DataDir = None,

@@ -19,7 +19,7 @@ _TIMEOUT = 20.0  # seconds to wait for the daemon to answer
 
 @dataclass(frozen=True)
 class Mps:
-    """A running daemon, or the reason why there is none."""
+    """A running MPS daemon, or the reason why it did not start."""
 
     variables: dict[str, str] = field(default_factory=dict)  # for processes that use it
     refusal: str | None = None
