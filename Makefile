@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: test types behaviour slow portable fuzz gpu demo bench axe setup clean
+.PHONY: test types behaviour slow outside portable fuzz gpu demo bench axe setup clean
 
 setup: $(VENV)/.ready
 
@@ -35,6 +35,17 @@ behaviour: setup
 
 slow: setup
 	$(BIN)/pytest -n 2 --dist worksteal -m slow
+
+# Other people's models. Their packages stay out of the virtual environment: transformers imports
+# other modules where torchvision is installed.
+outside: setup .outside/.ready
+	PYTHONPATH=.outside $(BIN)/pytest -n 2 --dist worksteal tests/roles/tracing/test_outside.py tests/test_labelled.py
+
+.outside/.ready: constraints.txt | setup
+	rm -rf $(@D)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt --target $(@D) \
+		timm torchvision x-transformers einops einx frozendict loguru torch-einops-utils
+	@touch $@
 
 portable: setup
 	$(BIN)/python tests/portable.py
@@ -64,4 +75,4 @@ bench: setup
 	$(BIN)/python benchmarks/data.py
 
 clean:
-	rm -rf $(VENV) .axe .mypy_cache .ruff_cache .pytest_cache build dist
+	rm -rf $(VENV) .axe .outside .mypy_cache .ruff_cache .pytest_cache build dist

@@ -24,11 +24,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """Set up the libraries, unless this process only hands the tests to workers."""
     if config.getoption("numprocesses", None):
         return
-    if "PYTEST_XDIST_WORKER" in os.environ and not os.path.exists("/dev/nvidiactl"):
-        # not beside a GPU: CUDA does not work in a fork of a process that has asked for it
-        from forked import fork_server
+    from outside import declare_operators
 
-        fork_server()
+    declare_operators()  # before transformers imports torchvision, where there is one
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from forked import BESIDE_GPU, fork_server
+
+        if not BESIDE_GPU:
+            fork_server()
     import torch
     import transformers
 

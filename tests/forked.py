@@ -31,7 +31,10 @@ from frostlab.records.checkpoint import checkpoints_in
 from frostlab.records.folder import RunRecord
 from frostlab.records.schema import EpochEvent, EvaluationEvent, StepEvent
 
-SERVER = multiprocessing.get_context("forkserver")
+# CUDA does not work in a fork of a process that has asked for it, as an import may; beside a GPU,
+# every child is a new Python
+BESIDE_GPU = os.path.exists("/dev/nvidiactl")
+START: Any = multiprocessing.get_context("spawn" if BESIDE_GPU else "forkserver")
 PRELOAD = [
     "frostlab.training.run",
     "frostlab.comparison.run",
@@ -42,7 +45,7 @@ PRELOAD = [
     "altair",
     "frozen_heap",
 ]
-SERVER.set_forkserver_preload(PRELOAD)
+START.set_forkserver_preload(PRELOAD)
 
 
 def fork_server() -> None:
@@ -81,6 +84,8 @@ def fork_server() -> None:
 
 def _process(target: Callable[..., object], *arguments: Any) -> Any:
     """A child of the server, not yet started; the server finds the tests' own modules, too."""
+    if BESIDE_GPU:
+        return START.Process(target=target, args=arguments)
     before = os.environ.get("PYTHONPATH")
     places = [str(Path(__file__).parent), *filter(None, [before])]
     os.environ["PYTHONPATH"] = os.pathsep.join(places)
@@ -90,7 +95,7 @@ def _process(target: Callable[..., object], *arguments: Any) -> Any:
         del os.environ["PYTHONPATH"]
         if before is not None:
             os.environ["PYTHONPATH"] = before
-    return SERVER.Process(target=target, args=arguments)
+    return START.Process(target=target, args=arguments)
 
 
 def _program(arguments: list[str], environment: dict[str, str], cwd: str, outputs: str) -> None:

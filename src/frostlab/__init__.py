@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from frostlab.roles.parts import Heads, Part
     from frostlab.roles.read import anatomy
     from frostlab.roles.snapshot import Anatomy
+    from frostlab.surgery.adapters import add_lora, merge_adapters
     from frostlab.surgery.audit import Audit, audit
     from frostlab.surgery.freeze import freeze, thaw
     from frostlab.surgery.grow import Growth, grow
@@ -69,6 +70,7 @@ _HOMES = {  # public name → the module inside frostlab that defines it
     "TrainableWeightsStayed": "errors",
     "UnfinishedRun": "errors",
     "UnknownArchitecture": "errors",
+    "add_lora": "surgery.adapters",
     "anatomy": "roles.read",
     "audit": "surgery.audit",
     "compare": "comparison.run",
@@ -84,6 +86,7 @@ _HOMES = {  # public name → the module inside frostlab that defines it
     "load_recipe": "recipe.load",
     "load_run": "use.run",
     "load_trainable": "surgery.save",
+    "merge_adapters": "surgery.adapters",
     "orthogonalize": "surgery.orthogonal",
     "randomize": "surgery.orthogonal",
     "register_architecture": "roles.description",
@@ -121,6 +124,7 @@ __all__ = [
     "TrainableWeightsStayed",
     "UnfinishedRun",
     "UnknownArchitecture",
+    "add_lora",
     "anatomy",
     "audit",
     "compare",
@@ -136,6 +140,7 @@ __all__ = [
     "load_recipe",
     "load_run",
     "load_trainable",
+    "merge_adapters",
     "orthogonalize",
     "randomize",
     "register_architecture",

@@ -2,6 +2,7 @@
 
 import inspect as source
 import time
+from collections.abc import Callable
 from importlib import import_module
 
 import pytest
@@ -133,35 +134,86 @@ def test_fixed_parts_are_listed() -> None:
     assert fl.anatomy(build("distilbert")[0]).fixed == ()
 
 
-def test_low_rank_attention_is_a_named_error() -> None:
-    config = transformers.AutoConfig.for_model("deepseek_v2", num_hidden_layers=1)
+def test_low_rank_attention_has_its_parts() -> None:
+    config = transformers.AutoConfig.for_model(
+        "deepseek_v3", num_hidden_layers=3, hidden_size=64, num_attention_heads=4,
+        num_key_value_heads=4, intermediate_size=96, moe_intermediate_size=32, vocab_size=99,
+        n_routed_experts=8, n_group=2, topk_group=1, num_experts_per_tok=2, q_lora_rank=24,
+        kv_lora_rank=16,
+    )  # fmt: skip
     with torch.device("meta"):
         model = transformers.AutoModel.from_config(config)
-    with pytest.raises(fl.UnknownArchitecture, match="low-rank attention"):
-        fl.anatomy(model)
+    anatomy = fl.anatomy(model)
+    assert anatomy.evidence.copied
+    parts = {part.key.removeprefix("layers.2.self_attn."): part for part in anatomy.parts}
+    rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
+    assert parts["kv_a_proj_with_mqa.weight[latent]"].rows.ranges() == [(0, rank)]
+    assert parts["kv_a_proj_with_mqa.weight[key]"].rows.ranges() == [(rank, rank + rope)]
+    assert parts["kv_b_proj.weight[value]"].heads.kv == config.num_attention_heads
+    assert {parts[f"q_{x}_proj.weight"].role for x in "ab"} == {"query"}
 
 
-def test_an_unknown_architecture_names_what_it_could_not_place() -> None:
+def scripted() -> nn.Module:
+    return torch.jit.script(nn.Linear(3, 3))
+
+
+def quantised() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), torch.ao.nn.quantized.dynamic.Linear(4, 4))
+
+
+def test_a_model_without_attention_is_refused() -> None:
     config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=99)
     with pytest.raises(fl.UnknownArchitecture) as e:
         fl.anatomy(transformers.MambaModel(config))
     message = str(e.value)
-    unknown = "does not know the role of `embeddings` (Embedding 99×32)"
-    assert message.startswith(f"MambaModel: frostlab {unknown}")
+    assert message.startswith("MambaModel: its forward pass has no attention (a product of two")
+    assert "register_architecture" not in message  # a table needs attention, too
+
+
+def test_what_cannot_be_probed_can_be_described() -> None:
+    class Needs(transformers.BertModel):
+        def forward(self, graph: object) -> object:
+            return super().forward(graph.ids)
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.extra = Needs(transformers.BertConfig(**SIZES)), nn.Linear(3, 3)
+
+        def forward(self, graph: object) -> object:
+            return self.inner(graph)
+
+    with pytest.raises(fl.UnknownArchitecture) as e:
+        fl.anatomy(Odd())
+    message = str(e.value)
+    assert message.startswith("Odd: cannot guess `graph` of Odd.forward: pass a small batch")
     assert "\n" not in message
-    assert "fl.register_architecture(MambaModel, {path: role}, heads=…)" in message
-    assert "`layers.{i}.mixer.in_proj`" in message
-    assert message.endswith(" and 1 more (docs/architectures.md)")
+    described = "fl.register_architecture(Odd, {path: role}, heads=…) can describe it, with a role"
+    assert f"{described} for `extra` (docs/architectures.md)" in message
 
 
-def test_a_partly_described_model_is_an_error() -> None:
+@pytest.mark.filterwarnings("ignore:.*deprecated")  # both are, and people still have such models
+@pytest.mark.parametrize("make", [scripted, quantised])
+def test_unseen_code_and_quantised_weights_are_refused(
+    make: Callable[[], nn.Module],
+) -> None:
+    with pytest.raises(fl.UnknownArchitecture, match="compiled by TorchScript|is quantised") as e:
+        fl.anatomy(make())
+    assert "register_architecture" not in str(e.value)
+
+
+def test_a_partly_described_model_is_read_by_a_probe() -> None:
     class Odd(transformers.BertModel):
         def __init__(self, config: transformers.BertConfig) -> None:
             super().__init__(config)
             self.encoder.layer[0].attention.self.query_norm = nn.Linear(8, 8)
 
-    with pytest.raises(fl.UnknownArchitecture, match="query_norm"):
-        fl.anatomy(Odd(transformers.BertConfig(**SIZES)))
+    anatomy = fl.anatomy(Odd(transformers.BertConfig(**SIZES)))
+    extra = "encoder.layer.0.attention.self.query_norm"
+    assert anatomy.evidence.unreached == (f"{extra}.weight", f"{extra}.bias")
+    roles = {part.key: part.role for part in anatomy.parts}
+    assert roles[f"{extra}.weight"] == "other"
+    assert roles["encoder.layer.0.attention.self.query.weight"] == "query"
 
 
 def test_a_known_module_outside_the_base_is_not_taken_for_a_head() -> None:

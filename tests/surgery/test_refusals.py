@@ -65,18 +65,19 @@ def test_wrapped_models(verb: str, tmp_path: Path) -> None:
         VERBS[verb]("bert", tmp_path)
 
 
-def test_a_fused_module_of_an_unknown_kind_is_not_split() -> None:
+def test_a_fused_module_with_a_forward_of_its_own_is_split_and_keeps_it() -> None:
     class Scaled(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x)
 
-    model, _ = build("gpt_neox")
-    model.layers[1].attention.query_key_value = Scaled(32, 96)
-    with pytest.raises(fl.BadInput, match=r"fused in a Scaled, which cannot be split"):
-        fl.freeze(model, "query")
-    assert all(p.requires_grad for p in model.parameters())
-    assert type(model.layers[0].attention.query_key_value) is nn.Linear
-    fl.freeze(model, "query", "key", "value")
+    model, inputs = build("gpt_neox")
+    fused = model.layers[1].attention.query_key_value = Scaled(32, 96)
+    before = model(**inputs).last_hidden_state
+    assert fl.freeze(model, "query").count("frozen") == 2 * 33 * 32
+    assert isinstance(fused, Scaled)
+    assert torch.equal(model(**inputs).last_hidden_state, before)
+    fl.thaw(model)
+    assert type(fused) is Scaled
 
 
 def test_an_unknown_role_leaves_the_model_as_it_was() -> None:

@@ -26,6 +26,8 @@ from frostlab.timing.flops import (
     unexplained_gain,
 )
 from frostlab.timing.interleave import Ratio
+from labelled import LABELLED
+from odd_places import Convolution, Raw, around
 
 LENGTH, BATCH = 16, 4
 TOKENS = LENGTH * BATCH
@@ -275,3 +277,32 @@ def test_ceilings_are_measured_and_the_longer_part_decides() -> None:
     ceilings = Ceilings(1e12, 1e11, "assumed", None)
     assert ceilings.lower_bounds(StepWork(1e12, 1000))["ceiling_ms"] == 1e3
     assert ceilings.lower_bounds(StepWork(1.0, 10**9))["ceiling_ms"] == pytest.approx(280)
+
+
+def test_a_token_uses_one_expert_at_least() -> None:
+    model = LABELLED["attention-and-experts"].build()
+    structure = fl.anatomy(model)
+    experts = [part for part in structure.parts if part.place.expert is not None]
+    assert {part.place.expert for part in experts} == {0, 1}
+    weights = sum(p.parameters for p in structure.parts if p.matmul and p.kind == "weight")
+    used = weights - sum(p.parameters for p in experts if p.matmul and p.kind == "weight") / 2
+    layers, rest = forward_flops(structure, LENGTH)
+    assert sum(layers) + rest == 2 * used + 2 * 2 * 2 * LENGTH * 32
+
+
+def test_a_projection_is_counted_wherever_its_weight_is() -> None:
+    raw, convolution = (fl.anatomy(around(mix)) for mix in (Raw, Convolution))
+    assert forward_flops(raw, LENGTH) == forward_flops(convolution, LENGTH)
+
+
+def test_a_latent_counts_like_the_keys_that_are_computed_from_it() -> None:
+    structure = fl.anatomy(LABELLED["deepseek_v3"].build())
+    for learning in ("!layers[0].latent", "!layers[1].latent", "!layers[0].up"):
+        frozen = structure.with_frozen("all", learning)
+        renamed = tuple(
+            replace(p, place=replace(p.place, role="key")) if p.role == "latent" else p
+            for p in frozen.parts
+        )
+        assert (
+            savings(frozen, LENGTH).flops == savings(replace(frozen, parts=renamed), LENGTH).flops
+        )

@@ -278,8 +278,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stages": [{"train": ["qeury"]}]}, "stages.0.train: `qeury` is not a role or .*`query`"),
     ({"stages": [{}, {"train": ["layers[4]"]}]}, r"stages.1.train: `layers\[4\]`: .* 0 to 0"),
     ({"treatment": "frozen-qk", "stages": [{"train": ["query"]}]},
-     "stages.0.train trains nothing: all of it is frozen by the treatment, or fixed by "
-     "the architecture"),
+     "stages.0.train trains nothing: the treatment freezes all parts that it selects, or the "
+     "architecture fixes them"),
     ({"stages": [{"lr": {"new": 1e-3, "old": 1e-4}}]}, "stages.0.lr.new: no stage has added"),
     ({"stages": [{"lr": {"head": 1e-3}}]}, "stages.0.lr has no rate for tokens.weight.* add `old`"),
     ({"stages": [{}, {"train": ["head"], "lr": {"query": 1e-3, "old": 1e-4}}]},

@@ -39,13 +39,16 @@ def stepped(model: nn.Module) -> torch.optim.AdamW:
     return optimizer
 
 
-def crossed(model: nn.Module, second: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+def crossed(
+    model: nn.Module, second: dict[str, Any], first: dict[str, Any] | None = None
+) -> tuple[dict[str, Tensor], Any]:
     """Cross into a second stage in place; return what survives, and the optimizer before."""
+    recipe = recipe_from(progressive(stages=[first or {}, second]))
+    stages = stages_of(recipe, 64)
+    entered = enter_stage(model, recipe, stages[0], 0, Entered())
     optimizer = stepped(model)
     kept = state_by_slot(model, optimizer)
-    recipe = recipe_from(progressive(stages=[{}, second]))
-    stage = stages_of(recipe, 64)[1]
-    entered = enter_stage(model, recipe, stage, 1, Entered())
+    entered = enter_stage(model, recipe, stages[1], 1, entered)
     return surviving_state(model, entered, kept), optimizer
 
 
@@ -131,6 +134,47 @@ def test_the_rows_of_a_split_projection_keep_their_own_moments() -> None:
     held = fresh.state[model.get_parameter(name.rpartition("//")[0])]
     assert held["exp_avg"].shape == (8, 8)
     assert float(held["step"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("value", "query key value"), ("value", "query value"), ("query value", "value"),
+        ("query value", "key value"), ("query key", "value"),
+    ],
+)  # fmt: skip
+def test_rows_keep_their_moments_if_others_begin_or_cease_to_learn(before: str, after: str) -> None:
+    model = GPT(GPTConfig(vocabulary=11, positions=8, width=8, layers=1, heads=2, hidden=8))
+    old, new = before.split(), after.split()
+    found, optimizer = crossed(model, {"train": new}, {"train": old})
+    states = [state for p, state in optimizer.state.items() if p.ndim == 2]
+    names = [name for name, p in model.named_parameters() if p.requires_grad and p.ndim == 2]
+    if not set(old) & set(new):
+        assert found == {}
+        return
+    ((state,), (name,)) = states, names
+    assert float(found[f"{name}//step"]) == 1
+    for key in ("exp_avg", "exp_avg_sq"):
+        moments = dict(zip(old, state[key].split(8), strict=True))
+        rows = [moments.get(role, torch.zeros(8, 8)) for role in new]
+        assert torch.equal(found[f"{name}//{key}"], torch.cat(rows))
+    restore_optimizer(model, build_optimizer(model, Optim(), fused=False), found, partly=True)
+
+
+def test_a_run_goes_on_after_more_rows_begin_to_learn(tmp_path: Path) -> None:
+    stages: list[dict[str, Any]] = [{"steps": 3, "train": ["value", "up"]}, {"steps": 3}]
+    model = {"kind": "gpt", "width": 16, "layers": 1, "heads": 2}
+    recipe = progressive(model=model, stages=stages)
+    assert attempt(recipe, tmp_path / "whole") == 0
+    for moment, count in (("boundary", 1), ("step", 5)):
+        assert attempt(recipe, tmp_path / moment, moment, count) == -9
+        assert attempt(recipe, tmp_path / moment) == 0
+        assert outcome(tmp_path / moment) == outcome(tmp_path / "whole")
+    last, _ = resumable(tmp_path / "whole")
+    assert last is not None
+    steps = {n[:-6]: int(v) for n, v in last.optimizer().items() if n.endswith("//step")}
+    for name, step in steps.items():
+        assert step == (6 if "qkv" in name or "up" in name else 3), name
 
 
 @pytest.mark.parametrize("keep", [True, False])

@@ -183,7 +183,7 @@ def test_what_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
 
 def test_adapters_are_merged_by_a_run_and_refused_by_export(tmp_path: Path) -> None:
     run = trained("lora")
-    with pytest.raises(fl.BadInput, match=r"call model.merge_and_unload\(\) first"):
+    with pytest.raises(fl.BadInput, match=r"call fl.merge_adapters\(model\) first"):
         fl.export(run.model(), tmp_path / "x")
     state = AutoModelForCausalLM.from_pretrained(run.export(tmp_path / "out")).state_dict()
     assert not [name for name in state if "lora" in name]

@@ -166,7 +166,7 @@ def test_languages(tmp_path: Path) -> None:
     assert chinese.metrics["loss"] != run.metrics["loss"]
     lines = languages_lines(evaluate_languages(run, "en,zh", data_dir=tmp_path))
     assert [line.split()[0] for line in lines] == ["language", "en", "zh"]
-    with pytest.raises(fl.BadInput, match="'xx' is not a language of xnli; there are all, "):
+    with pytest.raises(fl.BadInput, match="'xx' is not a language of xnli; choose all, or some"):
         evaluate_languages(run, "en,xx", data_dir=tmp_path)
 
 
@@ -260,7 +260,7 @@ def test_files_that_do_not_fit_are_refused(
         ({"data": "several"}, "has no file for report; it has x.csv, y.csv"),
         ({"split": "tuned"}, "did you mean `tune`"),
         ({"data": "a.csv", "split": "tune"}, "a.csv is one file"),
-        ({"settings": {"optim.lr": 1}}, "optim.lr cannot be set for an evaluation; there are"),
+        ({"settings": {"optim.lr": 1}}, "optim.lr cannot be set for an evaluation; only data"),
         ({"settings": {"data.length": 4}}, "data.length cannot be set for an evaluation"),
         ({"settings": {"data.language": "zh"}}, "own has no languages"),
         ({"settings": {"data.text": ["a", "b"]}, "data": "a.csv"}, "names 2 columns; the run"),

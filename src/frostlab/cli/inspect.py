@@ -33,7 +33,8 @@ def inspect(
         typer.Argument(
             metavar="MODEL",
             help="A model folder, an architecture such as gpt2, the name of a model on the Hugging "
-            "Face hub, or a recipe.",
+            "Face hub, a recipe, or FILE.py:FUNCTION, a function of yours that returns a model "
+            "(or a model and a small batch).",
         ),
     ],
     freeze: Annotated[
@@ -62,7 +63,10 @@ def inspect(
 
     A part is a parameter or, if query, key and value are fused in one parameter, the rows
     of one of them. No weights and no data are read. For a model on the Hugging Face hub,
-    only its config is downloaded and, with --trust-remote-code, its code.
+    only its config is downloaded and, with --trust-remote-code, its code. An architecture that no
+    table describes is read by evidence: one small forward pass is watched. To test the result,
+    the rows of some heads are changed, and exactly those heads must respond.
+    The line `how` says how the parts were found.
     """
     selections = [text for text in freeze.split(",") if text.strip()]
     if freeze and not selections:
@@ -74,6 +78,8 @@ def inspect(
     if model in recipes or model.endswith((".yaml", ".yml")):
         anatomy, source, recipe_length = _recipe_anatomy(model, settings or [])
         length = length or recipe_length
+    elif ".py:" in model or model.endswith(".py"):
+        anatomy, source = _written_anatomy(model)
     elif settings:
         raise BadInput(f"--set is for a recipe; {model} is not one{nearest(model, recipes, 0.8)}")
     else:
@@ -91,6 +97,7 @@ def inspect(
     echo(table)
     if table != anatomy.table():
         echo("--wide shows whole names, tied weights, and the layout of fused weights")
+    echo("\n".join(wrapped(f"how         {anatomy.evidence}", width_of(wide), " " * 12)))
     if anatomy.count("frozen"):
         echo("\nfreezing saves at most")
         for line in describe_savings(anatomy, length):
@@ -111,6 +118,15 @@ def _model_anatomy(name: str, recipes: list[str]) -> tuple["Anatomy", str]:
     return anatomy(model), source
 
 
+def _written_anatomy(name: str) -> tuple["Anatomy", str]:
+    """Return the parts of the model that a function in a Python file returns."""
+    from frostlab.models.build import written_model
+    from frostlab.roles.read import anatomy
+
+    model, batch = written_model(name)
+    return anatomy(model, batch), "built by this function"
+
+
 def _recipe_anatomy(name: str, settings: list[str]) -> tuple["Anatomy", str, int]:
     """Return the parts of a recipe's treated model, its source, and the length of examples."""
     from frostlab.models.build import recipe_blueprint
@@ -120,7 +136,7 @@ def _recipe_anatomy(name: str, settings: list[str]) -> tuple["Anatomy", str, int
     recipe = load_recipe(name, settings_from(settings))
     model, source = recipe_blueprint(recipe)
     if recipe.surgery.peft is not None:
-        from frostlab.training.treatment import adapt
+        from frostlab.surgery.adapters import adapt
 
         adapt(model, recipe.surgery.peft, recipe.seed)
     parts = anatomy(model)

@@ -310,7 +310,7 @@ def scale_gradient(x: Tensor, scale: float) -> Tensor:
 class Conformer(nn.Module):
     """A Conformer that decodes a speech envelope from EEG, sample by sample."""
 
-    compiled_parts = ("cnn", "channels", "gate", "head")  # in addition to the layers
+    compiled_parts = ("cnn", "channels", "gate", "head")  # compiled in addition to the layers
 
     def __init__(self, config: ConformerConfig) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 LARGEST = 31  # taps; more need more registers than a lane has
-_GRID_DEPTH = 65535  # size of a CUDA grid in its third dimension
+_GRID_DEPTH = 65535  # largest size of a CUDA grid in its third dimension
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 

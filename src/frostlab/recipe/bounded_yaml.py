@@ -158,7 +158,11 @@ class _Loader(yaml.SafeLoader):
         kind = node.tag.removeprefix(_TAG)
         text = node.value if isinstance(node, yaml.ScalarNode) else ""
         problem = _problem(f"{short(text, 40)!r} is not a valid !!{kind}", node.start_mark)
-        if not text or len(text) > _MOST_DIGITS:
+        if len(text) > _MOST_DIGITS:
+            raise _problem(
+                f"{short(text, 40)!r} has more than {_MOST_DIGITS} characters", node.start_mark
+            )
+        if not text:
             raise problem
         try:
             return getattr(self, f"construct_yaml_{kind}")(node)

@@ -1,8 +1,8 @@
 """Data sections of a recipe: text, tokens or EEG, and tokenizers that turn text into tokens.
 
-Each kind of data is a class in the union `Data`; `data.name` chooses the class. Only the task
-of text can be set. A class checks for contradictory settings. `LOADERS` holds the data that users
-registered.
+Each kind of data is a class in the union `Data`; `data.name` chooses the class, which checks its
+settings for contradictions. The task is a setting of text data; other data have a fixed task.
+`LOADERS` holds the data that users registered.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -93,8 +93,9 @@ class Docstrings(Corpus):
     # maximum number of docstrings per package, over all splits; each split has at least two,
     # or three for three classes of pairs
     per_package: Positive = 1500
-    # docstrings: number of packages to tell apart (null: all that are installed); docstrings-pairs:
-    # 2, or 3 if some bodies are from another package (null: 2)
+    # docstrings: number of packages to tell apart (null: all that are installed). docstrings-pairs
+    # (a summary line and a body): 2 (does the body belong to the summary?), or 3 with a class for
+    # bodies from another package (null: 2)
     classes: Annotated[int, Field(ge=2, le=4)] | None = None
     stands_for: StandsFor = None
 
@@ -166,7 +167,7 @@ class Loader(NamedTuple):
     task: TextTask
 
 
-LOADERS: dict[str, Loader] = {}  # by name; filled by frostlab.data.registered
+LOADERS: dict[str, Loader] = {}  # data.name → loader; filled by frostlab.data.registered
 
 
 def _known_name(name: Any) -> Any:
@@ -232,7 +233,7 @@ class SimulatedEEG(EEGData):
     tune: Positive = 1  # recordings per subject
     report: Positive = 1  # recordings per subject
     seconds: Annotated[float, Field(gt=0, le=1e9)] = 60.0  # length of a recording
-    snr: Annotated[float, Field(ge=-60, le=40)] = -10.0  # dB, over channels and time
+    snr: Annotated[float, Field(ge=-60, le=40)] = -10.0  # dB, averaged over channels and time
     responses: Literal["linear", "nonlinear"] = "linear"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of the simulation, not of the run
     stands_for: StandsFor = None
@@ -269,7 +270,8 @@ class SimulatedEEG(EEGData):
 class RecordedEEG(EEGData):
     """Base class of recorded EEG: a folder, and the subjects to train on and to hold out."""
 
-    # relative to the recipe's file (a setting: to the working folder), else to the data folder
+    # relative to the folder of the recipe's file (as a setting: to the working folder) or, if it is
+    # not there, to the data folder
     path: str
     seen: Names | None = None  # the subjects to train on; null: all that are not unseen
     unseen: Names | Share | None = None  # subjects in no training split: names, or a share

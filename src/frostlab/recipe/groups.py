@@ -75,7 +75,7 @@ Fair = Annotated[dict[str, Any], BeforeValidator(_as_tuned)]
 
 
 class Group(Strict):
-    """Experiments that answer one question, and the comparisons among them."""
+    """The experiments of one study, and the comparisons of them."""
 
     about: str
     machine: str | None = None  # the sources' machine, which `cost` is for

@@ -70,7 +70,7 @@ class DecoderModel(ModelSettings):
     layers: Layers = 4
     heads: Width = 4
     hidden: Width | None = None  # null: four times the width
-    norm: Literal["before", "after"] = "after"  # before or after each attention and feed-forward
+    norm: Literal["before", "after"] = "after"  # before each sublayer, or after its residual sum
     final_norm: bool = False  # a norm between the last layer and the head
     qk_norm: bool = False  # RMSNorm of every head's queries and keys, with learned gains
 

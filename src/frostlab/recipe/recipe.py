@@ -31,7 +31,7 @@ from frostlab.recipe.treatment import (
 Rate = Annotated[float, Field(gt=0)]
 PATHS = (("data", "path"), ("model", "name"), ("tokenizer", "name"))  # keys that may hold a path
 Scale = Literal["tiny", "small", "full"]  # frostlab.recipe.scale has the sizes of each
-WORDS = ("new", "old")  # in a stage's `lr`, they mean the layers that it adds, and all others
+WORDS = ("new", "old")  # in a stage's `lr`: the layers that were added last, and all other weights
 
 
 class Add(Strict):
@@ -53,7 +53,8 @@ class StageSettings(Strict):
     name: str | None = None  # null: the stage's number
     train: Selections | None = None  # null: all weights that the treatment does not freeze
     add: Add | None = None  # null: no new layers
-    lr: Rate | Annotated[dict[str, Rate], Field(min_length=1)] | None = None  # null: optim.lr
+    # a mapping: selection, `new` or `old` → rate; null: optim.lr
+    lr: Rate | Annotated[dict[str, Rate], Field(min_length=1)] | None = None
     epochs: Positive | None = None  # epochs and steps null: the duration in the section `train`
     steps: Positive | None = None
     patience: Positive | None = None  # null: evaluate.patience

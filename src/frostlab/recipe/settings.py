@@ -78,13 +78,14 @@ class Train(Strict):
     # padded: to the longest example of a batch; bucketed: the same, with examples of similar length
     # in a batch; fixed: to data.length; packed: the examples of a micro-batch share one row
     batching: Literal["bucketed", "packed", "padded", "fixed"] = "bucketed"
-    # captured: replayed as CUDA graphs, and compiled first if that saves time; auto: captured.
-    # A kind that cannot work in a run, such as captured on a CPU, becomes eager.
+    # captured: replayed as CUDA graphs, and compiled first if that saves time; auto: captured, or
+    # eager with several processes. A kind that cannot work in a run, such as captured on a CPU,
+    # becomes eager.
     step: StepKind = "auto"
     # where to cache the outputs of the frozen first layers; null: not at all
     cache_prefix: Literal["memory", "disk"] | None = None
     cache_gb: Annotated[float, Field(gt=0, le=1e6)] = 16.0  # maximum size of that cache, in GB
-    precision: Literal["auto", "float32", "bf16"] = "auto"  # auto: bf16 on CUDA
+    precision: Literal["auto", "float32", "bf16"] = "auto"  # auto: bf16 on CUDA, else float32
     device: str = "auto"
     # CPU threads; null: torch's default
     threads: Annotated[int, Field(gt=0, le=4096)] | None = None

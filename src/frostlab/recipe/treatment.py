@@ -114,7 +114,10 @@ def _all_but(learns: str) -> tuple[str, ...]:
 
 
 class Treatment(Strict):
-    """Weights to change (`init`) and then weights to freeze; or PEFT adapters instead."""
+    """Weights to change (`init`) and then weights to freeze; or PEFT adapters instead.
+
+    With adapters, `freeze` is optional; if given, it has `all`, and exceptions for what learns.
+    """
 
     init: tuple[
         Annotated[
@@ -129,27 +132,31 @@ class Treatment(Strict):
     def _does_something(self) -> Self:
         if self.freeze and all(selection.startswith("!") for selection in self.freeze):
             raise ValueError("freeze has only exceptions; add parts to freeze, e.g. [all, '!head']")
-        if self.peft is not None and (self.init or self.freeze):
-            other = "init" if self.init else "freeze"
+        if self.peft is not None and self.init:
             raise ValueError(
-                f"peft and {other} exclude each other: peft freezes all weights but the adapters "
+                "peft and init exclude each other: peft freezes all weights but the adapters "
                 "and an untied head"
+            )
+        if self.peft is not None and self.freeze and "all" not in self.freeze:
+            raise ValueError(
+                "peft and freeze exclude each other, unless freeze is all with exceptions for what "
+                "learns, e.g. [all, '!adapter', '!head', '!layers[-1]']"
             )
         return self
 
     @property
     def frozen(self) -> tuple[str, ...]:
         """The selections that the treatment freezes."""
-        return self.freeze if self.peft is None else _all_but("adapter")
+        return _all_but("adapter") if self.peft is not None and not self.freeze else self.freeze
 
     @property
     def description(self) -> str:
         """One line that says what the treatment does to the model."""
         if self.peft is not None:
-            return (
-                f"{self.peft.method} adapters at {_listed(self.peft.select)}; "
-                "only the adapters and an untied head train"
-            )
+            trains = "only the adapters and an untied head train"
+            if self.freeze:
+                trains = f"{_listed(self.freeze)}: frozen; the rest trains"
+            return f"{self.peft.method} adapters at {_listed(self.peft.select)}; {trains}"
         excepts = any(selection.startswith("!") for selection in self.freeze)
         positive = set[str]() if excepts else set(self.freeze)
         lines, described = list[str](), set[str]()

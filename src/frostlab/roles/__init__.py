@@ -6,10 +6,13 @@ ROLES = (
     "query",
     "key",
     "value",
+    "latent",  # low-rank projection that several of query, key and value are computed from
     "output",  # output projection of an attention
     "up",  # first projection of a feed-forward network
     "gate",
     "down",  # last projection of a feed-forward network
+    "router",  # chooses among experts
+    "recurrent",  # weight of a state-space or linear-attention layer
     "conv",
     "norm",
     "head",

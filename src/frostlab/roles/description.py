@@ -89,7 +89,6 @@ class Description:
 
 _by_class: dict[type, Description] = {}
 _by_type: dict[str, Description] = {}
-REFUSED: dict[str, str] = {}  # Hugging Face model type → reason why it is not supported
 
 
 def register(target: type | str, description: Description) -> None:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 ATTENTION_INPUTS = ("query", "key", "value")
 
 Kind = Literal["weight", "bias"]
-State = Literal["trainable", "frozen", "fixed"]  # fixed: the architecture never trains it
+# fixed: never trained, because the architecture does not train it, or the model does not use it
+State = Literal["trainable", "frozen", "fixed"]
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,7 @@ class Place:
     stack: str = ""  # such as "encoder"; empty if the model has one stack, or outside the stacks
     layers: tuple[int, ...] = ()  # several if layers share the tensor; empty outside the layers
     cross: bool = False  # whether it belongs to cross-attention
+    expert: int | None = None  # None outside experts, or if one tensor holds several experts
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,7 @@ class Part:
             "layer": self.layer,
             "layers": list(self.layers),
             "cross": self.place.cross,
+            "expert": self.place.expert,
             "shape": list(self.shape),
             "parameters": self.parameters,
             "state": self.state,
@@ -239,6 +242,8 @@ class Slot:
     axis: int
     pieces: tuple[Piece, ...]
     adapts: str | None = None  # for an adapter: the path of the adapted module
+    replaced: str | None = None  # if another weight is used in its place: that weight's name
+    unused: bool = False  # whether the model does not compute with it
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -297,9 +302,17 @@ def join_pieces(pieces: tuple[Piece, ...], axis: int) -> Tensor:
 SlotPieces = tuple[tuple[int, ...], int, tuple[Piece, ...]]  # shape, axis of the rows, pieces
 
 
+class Multiplies:
+    """A module of frostlab's whose matrices are weights of matmuls with activations."""
+
+
 class Split(ABC):
     """A module that stores its fused parameters in pieces."""
 
     @abstractmethod
     def slots(self) -> dict[str, SlotPieces]:
         """Map the name of each fused parameter to its shape, row axis and pieces."""
+
+    @abstractmethod
+    def joined(self) -> nn.Module:
+        """Return the unmodified module with the same rows; this one must no longer be used."""

@@ -4,34 +4,38 @@ Reading collects the slots (the parameters of the unmodified model, which freezi
 looks up the role and place of each slot in the architecture's description (a table from parameter
 paths to roles, `roles/description.py`), and divides fused slots, which hold several roles in their
 rows, into one part per role. A place names the stack and layers that contain a slot. Slots have the
-names of the unmodified model, except PEFT's adapters. A parameter without a role is an error: an
-anatomy is never partial.
+names of the unmodified model, except PEFT's adapters and weights that PEFT has put out of use
+(`roles/peft_names.py`). A parameter without a role is an error: an anatomy is never partial.
 """
 
+import hashlib
+import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 import frostlab.roles.architectures  # noqa: F401  (registers them)
-from frostlab.errors import BadInput, UnknownArchitecture, nearest
+from frostlab.errors import BadInput, FrostlabError, UnknownArchitecture, first_line
 from frostlab.roles.description import (
-    REFUSED,
     Description,
     Entry,
     Fixed,
     Fused,
     Matcher,
     find_description,
-    known_types,
-    model_type,
     role_of,
 )
 from frostlab.roles.parts import (
     ATTENTION_INPUTS,
     Heads,
     Kind,
+    Multiplies,
     Part,
     Piece,
     Place,
@@ -41,19 +45,30 @@ from frostlab.roles.parts import (
     State,
     Tie,
 )
-from frostlab.roles.snapshot import Anatomy
+from frostlab.roles.peft_names import ParameterName, PeftNames, is_adapted
+from frostlab.roles.snapshot import Anatomy, Evidence
+from frostlab.roles.tracing.find import Found, Indescribable, Measured, find_roles
+from frostlab.roles.tracing.trace import shared_copy
 
 _BIASES = ("bias", "in_proj_bias")
-_BASE = "base_layer"  # PEFT's name for the wrapped module
 _MOST_PATHS = 8  # largest number of paths that an error message lists
 
-# A slot's entry in the table, its place, and the attention's heads if it is a query, key or value.
-Placement = tuple[Entry, Place, Heads | None]
+# A slot's entry in the table (or what the evidence says), its place, and the attention's heads if
+# it is a query, key or value.
+Placement = tuple[Entry | Measured, Place, Heads | None]
 
 
-def anatomy(model: nn.Module) -> Anatomy:
-    """Return a model's anatomy: the role and layer of each parameter, or of its rows if fused."""
-    return survey(model)[0]
+def anatomy(model: nn.Module, batch: Any = None) -> Anatomy:
+    """Return a model's anatomy: the role and layer of each parameter, or of its rows if fused.
+
+    An architecture that no table describes is read by evidence: one small forward pass of a copy
+    of the model is watched, and the result is tested by moving weights.
+
+    Args:
+        batch: the arguments of that forward pass (a dict, a tuple or a tensor); default: they are
+            guessed.
+    """
+    return survey(model, batch)[0]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -67,16 +82,21 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def survey(model: nn.Module) -> tuple[Anatomy, dict[str, Slot]]:
+def survey(model: nn.Module, batch: Any = None) -> tuple[Anatomy, dict[str, Slot]]:
     """Return the anatomy, and the slots that hold its tensors, by name."""
     if not isinstance(model, nn.Module):
         raise BadInput(f"{model!r} is not a model; build the model first, and pass that")
     model = unwrapped(model)
-    slots = {slot.name: slot for slot in _slots(model)}
+    slots = {slot.name: slot for slot in slots_of(model)}
     if not slots:
         raise UnknownArchitecture(f"{type(model).__name__} has no parameters")
-    placements = _place_slots(model, [slot for slot in slots.values() if slot.adapts is None])
+    unwrapped_slots = [s for s in slots.values() if s.adapts is None and s.replaced is None]
+    placements, evidence = _placed(model, unwrapped_slots, batch)
+    for name, (entry, _, _) in placements.items():
+        if isinstance(entry, Measured) and entry.axis not in (None, slots[name].axis):
+            slots[name] = _turned(slots[name], entry.axis)
     placements |= _place_adapters(slots.values(), placements)
+    placements |= {s.name: placements[s.replaced] for s in slots.values() if s.replaced is not None}
     parts: list[Part] = []
     for names in _tied_names(slots.values()):
         placed = [(name, *placements[name]) for name in names]
@@ -86,34 +106,141 @@ def survey(model: nn.Module) -> tuple[Anatomy, dict[str, Slot]]:
         if len(placed) > 1:
             place = replace(place, layers=_all_layers(place, [p for _, _, p, _ in placed]))
         ties = tuple(Tie(tied, tied_place) for tied, _, tied_place, _ in placed[1:])
-        matmul = any(_is_matmul(slots[tied]) for tied in names)
+        matmul = any(_is_matmul(slots[tied], placements[tied][0]) for tied in names)
+        matmul = matmul and not slots[name].unused
         parts += _parts(slots[name], entry, place, heads, ties, matmul)
     order = {name: i for i, name in enumerate(slots)}
     parts.sort(key=lambda part: order[part.name])
-    _check_attention(parts, type(model).__name__)
-    return Anatomy(type(model).__name__, tuple(parts)), slots
+    if evidence.method == "table":
+        _check_attention(parts, type(model).__name__)
+    return Anatomy(type(model).__name__, tuple(parts), evidence), slots
 
 
-def _slots(model: nn.Module) -> Iterator[Slot]:
-    """Yield a slot for each name of each parameter; a tied parameter has several names.
+def _placed(
+    model: nn.Module, slots: Sequence[Slot], batch: Any
+) -> tuple[dict[str, Placement], Evidence]:
+    """Return the placement of each slot, by a table or by evidence."""
+    instead = ""
+    if batch is None:
+        try:
+            return _place_slots(model, slots), Evidence()
+        except UnknownArchitecture as error:
+            instead = f"; {error}"
+    try:
+        found = _found(model, slots, batch)
+    except Indescribable as error:
+        raise UnknownArchitecture(f"{type(model).__name__}: {error}") from None
+    except UnknownArchitecture as error:
+        raise UnknownArchitecture(f"{type(model).__name__}: {error}{instead}") from None
+    placements: dict[str, Placement] = {
+        name: (measured, place, measured.heads.get(place.role))
+        for name, (measured, place) in found.placements.items()
+    }
+    evidence = Evidence("probe", found.attentions, found.passes, found.unreached, found.copied)
+    return placements, evidence
+
+
+_FOUND: "WeakKeyDictionary[nn.Module, tuple[str, Found]]" = WeakKeyDictionary()
+_FOUND_BY_CONFIG: dict[str, Found] = {}
+
+
+def _found(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
+    """Return the evidence for a model, cached for this model and for its class with this config."""
+    shapes = [(slot.name, slot.shape) for slot in slots]
+    key = hashlib.sha256(repr((type(model), shapes)).encode()).hexdigest()
+    kept = _FOUND.get(model)
+    if batch is None and kept is not None and kept[0] == key:
+        return kept[1]
+    config: Any = getattr(model, "config", None)
+    shared = None
+    if batch is None and hasattr(config, "to_dict"):
+        values = json.dumps(config.to_dict(), sort_keys=True, default=repr)
+        shared = hashlib.sha256(f"{key} {values}".encode()).hexdigest()
+    found = None if shared is None else _FOUND_BY_CONFIG.get(shared)
+    if found is None:
+        try:
+            found = _find(model, slots, batch)
+        except FrostlabError:
+            raise
+        except Exception as error:  # a model's own code can fail in many ways
+            said = f"{type(error).__name__}: {first_line(error)}"
+            raise UnknownArchitecture(f"its forward pass cannot be followed ({said})") from error
+    _FOUND[model] = (key, found)
+    if shared is not None:
+        _FOUND_BY_CONFIG[shared] = found
+    return found
+
+
+def _find(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
+    """Find the evidence; a model with split projections or adapters is read without them."""
+    if any(isinstance(module, Split) or is_adapted(module) for module in model.modules()):
+        model = _unmodified(model)
+        names = {slot.name for slot in slots}
+        slots = [slot for slot in _slots(model) if slot.name in names and slot.replaced is None]
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        for device in {piece.parameter.device.type for slot in slots for piece in slot.pieces}:
+            if torch.amp.is_autocast_available(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        return find_roles(model, slots, batch)
+
+
+def _unmodified(model: nn.Module) -> nn.Module:
+    """Return a copy without splits and adapters, which shares all other weights."""
+    root = nn.Module()  # so that the model itself is a child, too
+    root.add_module("model", shared_copy(model))
+    for parent in list(root.modules()):
+        children: dict[str, Any] = parent._modules
+        for name, child in list(children.items()):
+            if is_adapted(child):
+                children[name] = child = child.get_base_layer()
+            if isinstance(child, Split):
+                children[name] = child.joined()
+    return root.get_submodule("model")
+
+
+def _turned(slot: Slot, axis: int) -> Slot:
+    """Return a slot whose rows lie along another axis."""
+    (piece,) = slot.pieces
+    return replace(slot, axis=axis, pieces=(Piece(Rows.whole(slot.shape[axis]), piece.parameter),))
+
+
+def slots_of(model: nn.Module) -> list[Slot]:
+    """Return a slot for each name of each parameter; a tied parameter has several names.
 
     Parameters that frostlab split or PEFT wrapped have the names of the unmodified model.
     """
-    wrapped = _peft_paths(model)
+    return list(_slots(model))
+
+
+def _slots(model: nn.Module) -> Iterator[Slot]:
+    peft = PeftNames(model)
     for path, module in model.named_modules(remove_duplicate=False):
-        path, adapts = _without_peft(path, wrapped)
         prefix = f"{path}." if path else ""
         in_slots: set[int] = set()
         if isinstance(module, Split):
             for local, (shape, axis, pieces) in module.slots().items():
                 in_slots |= {id(piece.parameter) for piece in pieces}
-                yield Slot(f"{prefix}{local}", module, local, shape, axis, pieces, adapts)
+                yield _slot(peft.find(f"{prefix}{local}"), module, local, shape, axis, pieces)
         for local, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in in_slots:
                 shape = tuple(parameter.shape)
                 axis = 1 if len(shape) == 2 and _is_transposed(module) else 0
                 piece = Piece(Rows.whole(shape[axis] if shape else 1), parameter)
-                yield Slot(f"{prefix}{local}", module, local, shape, axis, (piece,), adapts)
+                yield _slot(peft.find(f"{prefix}{local}"), module, local, shape, axis, (piece,))
+
+
+def _slot(
+    found: ParameterName,
+    owner: Any,
+    local: str,
+    shape: tuple[int, ...],
+    axis: int,
+    pieces: tuple[Piece, ...],
+) -> Slot:
+    return Slot(
+        found.name, owner, local, shape, axis, pieces, found.adapts, found.replaced, found.unused
+    )
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -122,20 +249,25 @@ def _is_transposed(module: nn.Module) -> bool:
     return source is not None and isinstance(module, source.Conv1D)
 
 
-def _is_matmul(slot: Slot) -> bool:
+def _is_matmul(slot: Slot, entry: Entry | Measured) -> bool:
     """Return whether the tensor is the weight of a matmul with activations."""
+    if isinstance(entry, Measured) and entry.matmul and len(slot.shape) > 2:
+        return all(size == 1 for size in slot.shape[2:])  # a convolution over one token
     if len(slot.shape) != 2:
         return False
-    linear = isinstance(slot.owner, nn.Linear | nn.MultiheadAttention | Split)
+    if isinstance(entry, Measured) and entry.matmul:
+        return True
+    linear = isinstance(slot.owner, nn.Linear | nn.MultiheadAttention | Multiplies)
     return linear or _is_transposed(slot.owner)
 
 
 def _tied_names(slots: Iterable[Slot]) -> list[list[str]]:
-    """Group the names of the same tensor."""
-    groups: dict[int, list[str]] = {}
+    """Group the names of the same tensor, without the names of modules that are out of use."""
+    groups: dict[int, list[Slot]] = {}
     for slot in slots:
-        groups.setdefault(id(slot.pieces[0].parameter), []).append(slot.name)
-    return list(groups.values())
+        groups.setdefault(id(slot.pieces[0].parameter), []).append(slot)
+    used = ([slot for slot in group if not slot.unused] or group for group in groups.values())
+    return [[slot.name for slot in group] for group in used]
 
 
 def _all_layers(place: Place, tied: Sequence[Place]) -> tuple[int, ...]:
@@ -144,53 +276,23 @@ def _all_layers(place: Place, tied: Sequence[Place]) -> tuple[int, ...]:
     return tuple(sorted({index for p in alike for index in p.layers}))
 
 
-def _peft_paths(model: nn.Module) -> set[str]:
-    """Return the paths of the modules that PEFT wrapped."""
-    source = sys.modules.get("peft.tuners.tuners_utils")
-    if source is None:  # PEFT is not loaded, so nothing is wrapped
-        return set()
-    modules = model.named_modules(remove_duplicate=False)
-    return {path for path, module in modules if isinstance(module, source.BaseTunerLayer)}
-
-
-def _without_peft(path: str, wrapped: set[str]) -> tuple[str, str | None]:
-    """Return a path without PEFT's wrappers and, inside an adapter, the adapted module's path.
-
-    The path of an adapter itself stays as it is.
-    """
-    if not path or not wrapped:
-        return path, None
-    here, plain = "", ""  # the path so far, with and without PEFT's wrappers
-    for segment in path.split("."):
-        if here in wrapped:
-            if segment != _BASE:
-                return path, plain
-        else:
-            plain = f"{plain}.{segment}" if plain else segment
-        here = f"{here}.{segment}" if here else segment
-    return plain, None
-
-
 def _place_slots(model: nn.Module, slots: Sequence[Slot]) -> dict[str, Placement]:
     """Look up the placement of each slot; raise an error if a slot has no role."""
-    kind = model_type(model)
-    if kind in REFUSED:
-        raise UnknownArchitecture(f"{type(model).__name__} is not supported: {REFUSED[kind]}")
     readers = list(_readers(model))
     submodels = [reader for reader in readers if reader.path]
     outermost = [reader for reader in submodels if not any(reader.inside(r) for r in submodels)]
     several = len(outermost) > 1  # then stack names begin with the submodel's path
     placements: dict[str, Placement] = {}
-    unplaced: dict[str, Slot] = {}
+    unplaced: dict[str, None] = {}
     for slot in slots:
         placement = _first(reader.read(slot, several) for reader in readers)
         placement = placement or _first(reader.read_head(slot, several) for reader in readers)
         if placement is None:
-            unplaced.setdefault(slot.name.rpartition(".")[0] or slot.name, slot)
+            unplaced[slot.name.rpartition(".")[0] or slot.name] = None
         else:
             placements[slot.name] = placement
     if unplaced:
-        raise UnknownArchitecture(_how_to_register(model, unplaced, described=bool(readers)))
+        raise UnknownArchitecture(_how_to_register(model, unplaced))
     return placements
 
 
@@ -208,7 +310,7 @@ class _Reader:
         base = getattr(module, "base_model_prefix", "")
         # path of the body in a Hugging Face model with a head, such as `bert.`
         self.base = f"{base}." if base and module._modules.get(base) is not None else ""
-        self.heads: dict[str, Heads] = {}  # by stack
+        self.heads: dict[str, Heads] = {}  # stack → its heads
 
     def inside(self, other: "_Reader") -> bool:
         """Return whether this reader's module is a submodule of another's."""
@@ -286,21 +388,15 @@ def _place_adapters(
     return adapters
 
 
-def _how_to_register(model: nn.Module, unplaced: dict[str, Slot], described: bool) -> str:
-    """Return the error message: the first module without a role, and the paths that need one."""
-    name = type(model).__name__
-    first, slot = next(iter(unplaced.items()))
-    kind = model_type(model)
-    hint = nearest(kind, known_types()) if kind and not described else ""
-    hint = f"; its model type `{kind}` is unknown{hint}" if hint else ""
+def _how_to_register(model: nn.Module, unplaced: Iterable[str]) -> str:
+    """Return the end of the error message: how to describe the model, and what needs a role."""
     templates = _templates(unplaced)
     paths = ", ".join(f"`{path}`" for path in templates[:_MOST_PATHS])
     left = len(templates) - _MOST_PATHS
     more = f" and {left} more" if left > 0 else ""
     return (
-        f"{name}: frostlab does not know the role of `{first}` ({type(slot.owner).__name__} "
-        f"{'×'.join(map(str, slot.shape)) or 'scalar'}){hint}; fl.register_architecture({name}, "
-        f"{{path: role}}, heads=…) needs a role for {paths}{more} (docs/architectures.md)"
+        f"fl.register_architecture({type(model).__name__}, {{path: role}}, heads=…) can describe "
+        f"it, with a role for {paths}{more} (docs/architectures.md)"
     )
 
 
@@ -318,10 +414,21 @@ def _templates(paths: Iterable[str]) -> list[str]:
 
 
 def _parts(
-    slot: Slot, entry: Entry, place: Place, heads: Heads | None, ties: tuple[Tie, ...], matmul: bool
+    slot: Slot,
+    entry: Entry | Measured,
+    place: Place,
+    heads: Heads | None,
+    ties: tuple[Tie, ...],
+    matmul: bool,
 ) -> list[Part]:
     """Divide a slot into parts, one for each role."""
     kind: Kind = "bias" if slot.local in _BIASES else "weight"
+    if isinstance(entry, Measured):
+        kind = "bias" if entry.bias and len(slot.shape) == 1 else kind
+        if entry.rows is None:
+            return [Part(slot.name, place, kind, slot.shape, _state(slot, None, False), None,
+                         slot.axis, heads, "separate", matmul, ties)]  # fmt: skip
+        return _fused_parts(slot, entry.rows, entry.heads, entry.layout, place, kind, ties, matmul)
     size = slot.shape[slot.axis] if slot.shape else 1
     if heads is not None:
         heads = _with_size(heads, entry, size)
@@ -331,13 +438,28 @@ def _parts(
                 f"{slot.name} has {size} rows, not {heads.of(place.role)} heads of "
                 f"{heads.size} rows each"
             )
-        state = _state(slot, None, isinstance(entry, Fixed))
+        state = _state(slot, None, slot.unused or isinstance(entry, Fixed))
         return [Part(slot.name, place, kind, slot.shape, state, None, slot.axis, heads,
                      "separate", matmul, ties)]  # fmt: skip
     try:
         rows_of = entry.rows(size, heads)
     except ValueError as error:
         raise UnknownArchitecture(f"{slot.name}: {error}") from None
+    heads_of = {role: heads for role in rows_of if heads and role in ATTENTION_INPUTS}
+    return _fused_parts(slot, rows_of, heads_of, entry.layout, place, kind, ties, matmul)
+
+
+def _fused_parts(
+    slot: Slot,
+    rows_of: Mapping[str, Rows],
+    heads_of: Mapping[str, Heads],
+    layout: str,
+    place: Place,
+    kind: Kind,
+    ties: tuple[Tie, ...],
+    matmul: bool,
+) -> list[Part]:
+    """Return a part for the rows of each role."""
     parts = []
     for role, rows in rows_of.items():
         shape = list(slot.shape)
@@ -345,8 +467,8 @@ def _parts(
         role_ties = tuple(replace(tie, place=replace(tie.place, role=role)) for tie in ties)
         parts.append(
             Part(slot.name, replace(place, role=role), kind, tuple(shape),
-                 _state(slot, rows, False), rows, slot.axis,
-                 heads if role in ATTENTION_INPUTS else None, entry.layout, matmul, role_ties)
+                 _state(slot, rows, False), rows, slot.axis, heads_of.get(role), layout, matmul,
+                 role_ties)
         )  # fmt: skip
     return parts
 

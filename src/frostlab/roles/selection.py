@@ -129,6 +129,12 @@ def select(parts: Sequence[Part], texts: Iterable[str], model: str) -> tuple[Par
     return selected
 
 
+def names_everything(texts: Iterable[str]) -> bool:
+    """Return whether selections start from all parts: one of them is `all`, or all are negative."""
+    terms = [text.strip() for text in texts]
+    return "all" in terms or all(term.startswith("!") for term in terms)
+
+
 def parse(text: str, stacks: Sequence[str]) -> Term:
     """Parse one selection for a model with these stacks."""
     if not isinstance(text, str):

@@ -4,14 +4,14 @@ A part is a parameter, or the rows of a parameter that have one role, such as qu
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby, islice
-from typing import Any
+from typing import Any, Literal
 
 from frostlab.roles.parts import Part, State
-from frostlab.roles.selection import select
-from frostlab.text import columns
+from frostlab.roles.selection import names_everything, select
+from frostlab.text import columns, counted
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,36 @@ class Layer:
     parts: tuple[Part, ...]
 
 
+@dataclass(frozen=True)
+class Evidence:
+    """How an anatomy was found: by a table, or by a probe of the model that was then tested."""
+
+    method: Literal["table", "probe"] = "table"
+    attentions: int = 0  # number of attentions that the probe saw
+    passes: int = 0  # forward passes of the test, which moves weights; all agreed with the anatomy
+    unreached: tuple[str, ...] = ()  # parameters without an effect on the probe's outputs
+    copied: bool = False  # whether a small copy, built from the config, was probed
+
+    def __str__(self) -> str:
+        if self.method == "table":
+            return "read from a table"
+        tested = f"tested in {counted(self.passes, 'passes')} with moved weights"
+        left = f"; {counted(len(self.unreached), 'parameters')} not used" if self.unreached else ""
+        seen = counted(self.attentions, "attentions") + (" of a small copy" if self.copied else "")
+        return f"found by a probe of {seen}, {tested}{left}"
+
+
 @dataclass(frozen=True, repr=False)
 class Anatomy:
     """The parts of a model and their states at one moment, in the order of the model.
 
-    A part is trainable, frozen by the user, or fixed: the architecture never trains it.
+    A part is trainable, frozen (by the user or by PEFT), or fixed: the architecture never trains
+    it, or PEFT does not use it (an inactive adapter, the original of a module that PEFT copied).
     """
 
     model: str
     parts: tuple[Part, ...]
+    evidence: Evidence = Evidence()
 
     def __repr__(self) -> str:
         counts = f"{len(self.layers)} layers, {len(self.parts)} parts"
@@ -69,11 +90,16 @@ class Anatomy:
     def with_frozen(self, *selections: str) -> "Anatomy":
         """Return this anatomy with only the selected parts frozen; the model is not changed.
 
-        Without selections no part is frozen. Fixed parts stay fixed.
+        Without selections no part is frozen. Fixed parts stay fixed. If the model has adapters,
+        parts that are frozen already stay frozen, unless the selections begin with all parts
+        (`all`, or only exceptions) and so name each part that is to learn.
         """
-        return self.with_state(
-            {part.key for part in self.select(*selections)} if selections else ()
-        )
+        if not selections:
+            return self.with_state(())
+        frozen = {part.key for part in self.select(*selections)}
+        if self.has_adapters and not names_everything(selections):
+            frozen |= {part.key for part in self.parts if part.state == "frozen"}
+        return self.with_state(frozen)
 
     def with_state(self, frozen: Collection[str]) -> "Anatomy":
         """Return this anatomy with only the parts with these keys frozen; fixed parts stay so."""
@@ -91,8 +117,13 @@ class Anatomy:
 
     @property
     def fixed(self) -> tuple[Part, ...]:
-        """The parts that the architecture never trains."""
+        """The parts that are never trained."""
         return tuple(p for p in self.parts if p.state == "fixed")
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether PEFT added weights to the model."""
+        return any(part.role == "adapter" for part in self.parts)
 
     def table(self, width: int | None = None) -> str:
         """Return the anatomy as text; adjacent layers that are alike are shown once.
@@ -110,6 +141,7 @@ class Anatomy:
             "frozen": self.count("frozen"),
             "fixed": self.count("fixed"),
             "layers": len(self.layers),
+            "evidence": asdict(self.evidence),
             "parts": [part.to_dict() for part in self.parts],
         }
 

@@ -1,11 +1,13 @@
 """Freezing and thawing of parts of a model.
 
 A part is a parameter, or the rows of a parameter that have one role, such as query. A fixed part,
-such as a table of sinusoids, is one that the architecture never trains. Each call sets the state of
-every part, so the result does not depend on earlier calls. A fused projection (several roles in one
-parameter) with both frozen and trainable rows is split into separate parameters. A frozen BatchNorm
-keeps its running statistics. A slot is a parameter of the unmodified model, with the parameters
-that hold its rows now (`frostlab.roles.parts.Slot`).
+such as a table of sinusoids, is one that is never trained. Each call sets the state of every part,
+so the result does not depend on earlier calls. The exception is a model with adapters, whose
+other weights PEFT has frozen: there, a selection such as `query` freezes in addition.
+
+A fused projection (several roles in one parameter) with both frozen and trainable rows is split
+into separate parameters. A frozen BatchNorm keeps its running statistics. A slot is a parameter of
+the unmodified model, with the parameters that hold its rows now (`frostlab.roles.parts.Slot`).
 """
 
 import warnings
@@ -17,16 +19,18 @@ from operator import or_
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import ParametrizationList
 
 from frostlab.errors import BadInput, NothingLearns
 from frostlab.roles.parts import Part, Rows, Slot, Split, join
 from frostlab.roles.read import anatomy, survey
 from frostlab.roles.snapshot import Anatomy
+from frostlab.surgery.anywhere import Frozen, SplitModule, can_split, split_module
 from frostlab.surgery.multihead import SplitMultiheadAttention, join_attention, split_attention
 from frostlab.surgery.split import FrozenRows, SplitProjection
 from frostlab.surgery.stale import expect, record_change, retire
 
-# Fused projections that can be split although their forward is not nn.Linear's.
+# Classes of modules that SplitProjection can replace although their forward is not nn.Linear's.
 _FALCON_LINEAR = "transformers.models.falcon.modeling_falcon.FalconLinear"
 _CONV1D = "transformers.pytorch_utils.Conv1D"
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
@@ -36,7 +40,10 @@ _QUANTISED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized"
 def freeze(model: nn.Module, *selections: str) -> Anatomy:
     """Freeze the selected parts, and make the others trainable; return the anatomy.
 
-    Fixed parts, which the architecture never trains, stay as they are. Partly frozen fused
+    If the model has adapters, parts that are frozen stay frozen, unless the selections begin with
+    all parts: `"all", "!adapter", "!head"` says exactly what learns, `"query"` freezes in addition.
+
+    Fixed parts, which are never trained, stay as they are. Partly frozen fused
     projections are split, so that frozen rows have no gradient, no optimizer state and no
     weight-gradient matmul. Splitting replaces parameters, so build the optimizer afterwards.
     """
@@ -55,7 +62,8 @@ def freeze(model: nn.Module, *selections: str) -> Anatomy:
 def thaw(model: nn.Module) -> Anatomy:
     """Make all parts trainable except fixed parts, and rejoin split projections.
 
-    Build the optimizer afterwards.
+    In a model with adapters, this includes the weights that PEFT froze. Build the optimizer
+    afterwards.
     """
     refuse_wrapped(model, "thaw")
     before, slots = survey(model)
@@ -80,7 +88,8 @@ def _apply(model: nn.Module, wanted: Anatomy, slots: dict[str, Slot]) -> None:
     """Set every parameter to its state in `wanted`."""
     frozen_rows = _rows_to_freeze(wanted.parts)
     for name in frozen_rows:
-        _check_splittable(slots[name], slots.values())
+        roles = [part.role for part in wanted.parts if part.name == name]
+        _check_splittable(slots[name], slots.values(), ", ".join(roles[:-1]) + f" and {roles[-1]}")
     learned_before = {id(p) for p in model.parameters() if p.requires_grad}
     changed = _resplit(model, frozen_rows, slots)
     if changed:
@@ -115,36 +124,60 @@ def _rows_to_freeze(parts: Iterable[Part]) -> dict[str, Rows]:
     return {name: rows for name, rows in frozen.items() if name in trainable}
 
 
-def _check_splittable(slot: Slot, slots: Iterable[Slot]) -> None:
+def _check_splittable(slot: Slot, slots: Iterable[Slot], roles: str) -> None:
     """Raise an error if a slot cannot be split.
 
-    A slot cannot be split if it is tied or parametrized, has adapters, or is in a module whose
-    forward is unknown.
+    A slot cannot be split if it is tied, quantised, has adapters, is what another weight is
+    computed from, or is in a module that does not read its parameters by their names.
+
+    Args:
+        roles: the roles of its rows, for the error message.
     """
-    owner = slot.owner
+    why, instead = "", ""
+    owner, kind = slot.owner, type(slot.owner)
     parameters = {id(piece.parameter) for piece in slot.pieces}
     for other in slots:
-        if other.owner is not owner and id(other.pieces[0].parameter) in parameters:
-            raise BadInput(
-                f"freeze: {slot.name} is fused and tied to {other.name}, so it cannot be split; "
-                "freeze all its roles together, or untie the modules"
-            )
+        if id(other.pieces[0].parameter) in parameters and (
+            other.owner is not owner or other.local != slot.local
+        ):
+            why, instead = f"is tied to {other.name}", ", or untie the modules"
     if any(other.adapts == slot.name.rpartition(".")[0] for other in slots):
+        why = "has adapters"
+    if _is_computed_from(slot):
+        why = "is what another weight is computed from (weight_norm or the like)"
+        instead = ", or remove the parametrization first"
+    elif slot.pieces[0].parameter.dtype.itemsize == 1:
+        why = f"is quantised ({slot.pieces[0].parameter.dtype})"
+    elif not isinstance(owner, Split) and not can_split(kind):
+        why = f"is in a {kind.__name__}, which does not read its parameters by their names"
+    if why:
         raise BadInput(
-            f"freeze: {slot.name} is fused and has adapters, so it cannot be split; "
-            "freeze all its roles together"
+            f"freeze: {slot.name} holds {roles} and {why}, so it cannot be split; "
+            f"freeze {roles} together{instead}"
         )
-    if isinstance(owner, Split) or type(owner) is nn.MultiheadAttention:
-        return
-    kind = type(owner)
-    plain = isinstance(owner, nn.Linear) and kind.forward is nn.Linear.forward
-    if not plain and f"{kind.__module__}.{kind.__qualname__}" not in (_FALCON_LINEAR, _CONV1D):
-        raise BadInput(
-            f"freeze: {slot.name} is fused in a {kind.__name__}, which cannot be split; "
-            "freeze all its roles together"
-        )
-    if hasattr(owner, "parametrizations"):
-        raise BadInput(f"freeze: {slot.name} is parametrized; remove the parametrization first")
+
+
+def _is_computed_from(slot: Slot) -> bool:
+    """Return whether another weight is computed from a slot, as with weight_norm."""
+    owner = slot.owner
+    if isinstance(owner, ParametrizationList):
+        return True
+    hooks = owner._forward_pre_hooks.values()
+    return any(
+        type(hook).__module__.startswith("torch.nn.utils")
+        and slot.local.startswith(str(getattr(hook, "name", "\n")))
+        for hook in hooks
+    )
+
+
+def _is_projection(weight: Slot | None) -> bool:
+    """Return whether a weight belongs to a linear module that SplitProjection can replace."""
+    if weight is None:
+        return False
+    kind = type(weight.owner)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    plain = issubclass(kind, nn.Linear) and kind.forward is nn.Linear.forward
+    return (weight.axis == 1) == (name == _CONV1D) and (plain or name in (_FALCON_LINEAR, _CONV1D))
 
 
 def _resplit(model: nn.Module, frozen_rows: dict[str, Rows], slots: dict[str, Slot]) -> bool:
@@ -163,8 +196,11 @@ def _resplit(model: nn.Module, frozen_rows: dict[str, Rows], slots: dict[str, Sl
     changed = False
     for owner, owned in owners.values():
         frozen = {local: frozen_rows.get(slot.name) for local, slot in owned.items()}
-        if isinstance(owner, nn.MultiheadAttention):
+        if type(owner) in (nn.MultiheadAttention, SplitMultiheadAttention):
             changed |= _resplit_attention(owner, owned, split=any(frozen.values()))
+            continue
+        if not isinstance(owner, SplitProjection) and not _is_projection(owned.get("weight")):
+            changed |= _resplit_in_place(owner, owned, frozen)
             continue
         weight = owned["weight"]
         rows = FrozenRows(weight.axis, frozen["weight"], frozen.get("bias"))
@@ -192,6 +228,26 @@ def _resplit_attention(
         join_attention(attention)
     else:
         split_attention(attention)
+    return True
+
+
+def _resplit_in_place(
+    owner: nn.Module, slots: dict[str, Slot], frozen_rows: dict[str, Rows | None]
+) -> bool:
+    """Split or join parameters of a module that keeps its forward; return whether it changed."""
+    wanted = {
+        local: Frozen(slots[local].axis, rows)
+        for local, rows in frozen_rows.items()
+        if rows is not None
+    }
+    present = owner._frostlab_frozen if isinstance(owner, SplitModule) else {}
+    if wanted == present:
+        return False
+    _retire({local: slot for local, slot in slots.items() if local in wanted.keys() | present})
+    if isinstance(owner, SplitModule):
+        owner.joined()
+    if wanted:
+        split_module(owner, wanted)
     return True
 
 
@@ -284,7 +340,7 @@ class PartlyFrozen:
 
 
 def frozen_tensors(model: nn.Module) -> dict[str, PartlyFrozen | None]:
-    """Return the frozen rows of each parameter in the state dict; the value None means all rows."""
+    """Return the frozen rows of each tensor in the state dict that has any; None: all its rows."""
     frozen: dict[str, PartlyFrozen | None] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""

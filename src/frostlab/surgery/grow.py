@@ -4,27 +4,33 @@ The new layers can leave the model's outputs unchanged up to rounding (init="ide
 model's own initialisation (init="random"), or copy a neighbouring layer (init="copy").
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from frostlab.errors import BadInput, UnknownArchitecture, nearest
+from frostlab.errors import BadInput, UnknownArchitecture, first_line, nearest
 from frostlab.models.decoder import Decoder
 from frostlab.models.gpt import GPT
 from frostlab.roles.description import model_type
 from frostlab.roles.parts import Slot
 from frostlab.roles.read import survey
 from frostlab.roles.snapshot import Anatomy
+from frostlab.roles.tracing.inputs import candidate_inputs
 from frostlab.surgery.freeze import refuse_untouchable, refuse_wrapped
 from frostlab.surgery.origin import move_origins
 from frostlab.surgery.stale import expect, record_change
 
 _GROWABLE = ("bert", "gpt2", "llama")  # Hugging Face model types
-_SUPPORTED = "frostlab's GPT and Decoder, Hugging Face's bert, gpt2 and llama"
+_SUPPORTED = (
+    "frostlab's GPT and Decoder, Hugging Face's bert, gpt2 and llama, and models read by "
+    "evidence if a layer can be built from their config and the layer's number"
+)
+_SAME = 1e-5  # largest relative change that counts as rounding, in a model read by evidence
 _INDICES = ("layer_idx", "layer_index")  # attributes that hold a layer's number
 _SCALED = "scale_attn_by_inverse_layer_idx"  # GPT-2's option to divide scores by layer_idx + 1
 
@@ -32,7 +38,8 @@ Init = Literal["identity", "random", "copy"]
 _INITS = ("identity", "random", "copy")
 _ENDS = ("top", "bottom")
 _ADDED = ("output", "down")  # roles whose outputs are added to the residual stream
-# Largest relative change by a norm's eps; the rest of the promised 1e-6 is for float32 rounding.
+# Largest relative change that a norm's eps may cause. The rest of the promised 1e-6 is for
+# float32 rounding.
 _ALLOWED = 8e-7
 _NEGLIGIBLE = 1e-9  # a norm's eps up to this value has no measurable effect
 _PROBE = (4, 32)  # sequences, and tokens per sequence, for measuring variances
@@ -41,11 +48,12 @@ _INSTEAD = 'use init="copy" or init="random"'
 
 @dataclass(frozen=True)
 class Trunk:
-    """The list of a model's layers, and the model whose config has their number."""
+    """The list of a model's layers, and the model whose config counts them."""
 
     path: str  # path of the list within the model
     layers: nn.ModuleList
     body: Any  # the innermost frostlab or Hugging Face model around the list
+    probed: bool = False  # read by evidence: a growth that does not work is undone
 
     @property
     def norm_after(self) -> bool:
@@ -93,11 +101,12 @@ def grow(
     Args:
         layers: the number of new layers, which are inserted next to each other.
         at: the index of the first new layer, "top" or "bottom" (0).
-        init: "identity" changes the model's outputs by at most 1e-6, relatively; "random" uses the
-            model's own initialisation and torch's default generator; "copy" copies the layer below
-            or, at the bottom, the layer above. If layers end with a norm, as in BERT, "identity"
-            moves the gain and bias of the norm below to the last new norm. It is refused if,
-            on random tokens, the eps of the norms would change the outputs by more than 8e-7.
+        init: "identity" changes the model's outputs by at most 1e-6, relatively (1e-5 in a model
+            read by evidence); "random" uses the model's own initialisation and torch's default
+            generator; "copy" copies the layer below or, at the bottom, the layer above. If layers
+            end with a norm, as in BERT, "identity" moves the gain and bias of the norm below to the
+            last new norm; it is refused if there is no norm below, or if, on random tokens, the eps
+            of the norms would change the outputs by more than 8e-7.
     """
     refuse_wrapped(model, "grow")
     try:
@@ -117,6 +126,7 @@ def grow(
     if init == "identity" and trunk.norm_after:
         _refuse_impossible_identity(model, trunk, first, below)
 
+    trial = _Trial(model, trunk) if trunk.probed else None
     _insert(model, trunk, first, count, init)
     new = tuple(range(first, first + count))
     names = tuple(f"{trunk.path}.{index}" for index in new)
@@ -136,6 +146,8 @@ def grow(
                 f"the gain and bias of {below} moved to {last}, so the output of {below} "
                 "(for example as an early exit) has changed"
             )
+    if trial is not None:
+        trial.check(new, same=init == "identity")
     growth = Growth(first, new, names, tuple(changed), "; ".join(notes))
     move_origins(model, growth.renamed)
     for name in names:
@@ -143,6 +155,51 @@ def grow(
             expect(parameter, f"{name}.{local}")
     record_change(model)
     return growth
+
+
+class _Trial:
+    """The outputs of a model before it grows, to compare with its outputs afterwards."""
+
+    def __init__(self, model: nn.Module, trunk: Trunk) -> None:
+        self.model, self.trunk, self.kinds = model, trunk, _kinds_of_layers(model, trunk)
+        self.count = len(trunk.layers)
+        for self.call in candidate_inputs(model):
+            with suppress(Exception):  # a wrong guess
+                self.before = self._outputs()
+                return
+        raise BadInput(f"grow: {type(model).__name__} runs with none of the inputs that were tried")
+
+    def _outputs(self) -> list[Tensor]:
+        with _eval_mode(self.model), torch.no_grad():
+            found = self.model(*self.call.args, **self.call.kwargs)
+        values = list(found.values()) if isinstance(found, Mapping) else [found]
+        return [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
+
+    def check(self, new: tuple[int, ...], same: bool) -> None:
+        """Undo the growth if the model does not run or, with `same`, if its outputs changed.
+
+        Raise an error in these cases.
+        """
+        problem, name = "", type(self.model).__name__
+        try:
+            after = self._outputs()
+            change = max(
+                (float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+                 for a, b in zip(after, self.before, strict=True)), default=0.0,
+            )  # fmt: skip
+            if same and not change <= _SAME:
+                problem = (
+                    f'init="identity" would change the outputs of {name} by {change:.1e}, as in '
+                    f"models whose layers end with a norm; {_INSTEAD}"
+                )
+        except Exception as error:  # a model's own code can fail in many ways
+            problem = f"{name} does not run with another number of layers ({first_line(error)})"
+        if problem:
+            for index in reversed(new):
+                del self.trunk.layers[index]
+            _insert_layers(self.trunk, 0, [])
+            _set_count(self.model, self.trunk, self.count, self.kinds)
+            raise BadInput(f"grow: {problem}")
 
 
 def _checked_count(layers: int) -> int:
@@ -176,6 +233,9 @@ def find_trunk(model: nn.Module, anatomy: Anatomy) -> Trunk:
             body = _body(model, path)
             if isinstance(body, GPT | Decoder) or model_type(body) in _GROWABLE:
                 return Trunk(path, module, body)
+            count = getattr(getattr(body, "config", None), "num_hidden_layers", None)
+            if anatomy.evidence.method == "probe" and count == len(module):
+                return Trunk(path, module, body, probed=True)
     raise BadInput(_refusal(model))
 
 
@@ -243,10 +303,14 @@ def _build_layer(trunk: Trunk, index: int, neighbour: nn.Module) -> nn.Module:
         if isinstance(trunk.body, GPT | Decoder):
             layer: Any = trunk.body.new_block()
         else:
-            layer = type(neighbour)(trunk.body.config, layer_idx=index)
+            layer = _from_config(trunk, index, neighbour)
             layer.apply(trunk.body._initialize_weights)
     # a state dict has the original names and shapes even if the neighbour's projections are split
     tensors = dict(neighbour.named_buffers()) | neighbour.state_dict()
+    if trunk.probed and layer.state_dict().keys() != neighbour.state_dict().keys():
+        raise BadInput(
+            f'grow: layer {index} would be of another kind than the layer beside it; try at="top"'
+        )
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
         tensor.data = tensor.data.to(tensors[name])
     if getattr(neighbour, "gradient_checkpointing", False):
@@ -254,6 +318,21 @@ def _build_layer(trunk: Trunk, index: int, neighbour: nn.Module) -> nn.Module:
         layer._gradient_checkpointing_func = neighbour._gradient_checkpointing_func
     _copy_capturing_hooks(layer, neighbour)
     return layer.train(neighbour.training)
+
+
+def _from_config(trunk: Trunk, index: int, neighbour: nn.Module) -> Any:
+    """Build a Hugging Face layer from the config and its number."""
+    if not trunk.probed:
+        return type(neighbour)(trunk.body.config, layer_idx=index)
+    names = inspect.signature(type(neighbour)).parameters
+    number = {name: index for name in _INDICES if name in names}
+    try:
+        return type(neighbour)(trunk.body.config, **number)
+    except Exception as error:
+        raise BadInput(
+            f"grow: a {type(neighbour).__name__} cannot be built from the config and its number "
+            f"({first_line(error)})"
+        ) from None
 
 
 def _copy_capturing_hooks(layer: nn.Module, neighbour: nn.Module) -> None:
@@ -374,8 +453,8 @@ def _refuse_impossible_identity(model: nn.Module, trunk: Trunk, at: int, below: 
     norm: Any = model.get_submodule(below)
     if norm.weight.dtype not in (torch.float32, torch.float64):
         raise BadInput(
-            f"{where} would round: {below} is {norm.weight.dtype}; grow in float32 and convert "
-            f"afterwards, or {_INSTEAD}"
+            f"{where} would round the outputs: {below} is {norm.weight.dtype}; grow in float32 and "
+            f"convert afterwards, or {_INSTEAD}"
         )
     change, variance = _change_by_eps(trunk, norm)
     if change > _ALLOWED:
@@ -386,7 +465,7 @@ def _refuse_impossible_identity(model: nn.Module, trunk: Trunk, at: int, below: 
 
 
 def _change_by_eps(trunk: Trunk, norm: Any) -> tuple[float, float]:
-    """Return the largest relative change of outputs by eps, and the input variance where it occurs.
+    """Return the largest relative change that eps causes, and the input variance where it occurs.
 
     A norm turns the variance v of its input into w = v / (v + eps). The new layers apply a second
     norm, which should change nothing but multiplies its input by 1 / √(w + eps), which is about

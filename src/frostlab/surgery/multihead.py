@@ -46,6 +46,11 @@ class SplitMultiheadAttention(nn.MultiheadAttention, Split):
             slots["in_proj_bias"] = ((3 * width,), 0, pieces)
         return slots
 
+    def joined(self) -> nn.MultiheadAttention:
+        """Return this module as an nn.MultiheadAttention again."""
+        join_attention(self)
+        return self
+
     def _pieces(self, parameters: list[Any]) -> tuple[Piece, ...]:
         width = self.embed_dim
         return tuple(

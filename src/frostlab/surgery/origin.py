@@ -37,7 +37,7 @@ class Origin:
 
     @property
     def is_valid(self) -> bool:
-        """Whether a call of `orthogonalize` or `randomize` can have this origin."""
+        """Whether `orthogonalize` or `randomize` can have been called with these values."""
         if self.method == "orthogonalize":
             drawn = self.source == "gaussian"
             known = self.scope is not None and self.source is not None and self.std is None

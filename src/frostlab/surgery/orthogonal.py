@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from frostlab.errors import BadInput, nearest
-from frostlab.roles.parts import Part, Slot
+from frostlab.roles.parts import ATTENTION_INPUTS, Part, Slot
 from frostlab.roles.read import survey
 from frostlab.storage import derive_seed
 from frostlab.surgery.freeze import refuse_untouchable, refuse_wrapped
@@ -30,7 +30,7 @@ Source = Literal["weights", "gaussian", "identity"]
 _ONE_PASS = 16.0  # up to this condition number, one Cholesky pass is precise enough
 _RUN = 512  # columns per partial product in a Gram matrix on a GPU
 _TINY = 1e-12  # a batch is rescaled if a matrix's largest entry is below this or above 1 / this
-_AT_ONCE = 2**28  # elements that a GPU factorises in one batch, about: 1 GiB of float32
+_AT_ONCE = 2**28  # about how many elements a GPU factorises in one batch: 1 GiB of float32
 _SINGULAR = 1e6  # above this condition number, QR replaces Cholesky
 _LIMIT = {torch.float32: 2e-6, torch.float64: 1e-13}  # largest accepted |Q·Qᵀ − I| after two passes
 
@@ -70,7 +70,7 @@ def randomize(
     Args:
         std: the standard deviation; or "match" to keep the Frobenius norm of the current values;
             or "orthonormal" to give each head the Frobenius norm that `orthogonalize` gives it,
-            so that the two differ only in orthogonality.
+            so that the results of the two functions differ only in orthogonality.
     """
     number = isinstance(std, int | float) and not isinstance(std, bool)
     if std not in ("match", "orthonormal") and not (number and 0 < float(std) < math.inf):
@@ -116,12 +116,13 @@ def _rewrite(model: nn.Module, selections: tuple[str, ...], origin: Origin) -> N
 def _check_matrix(part: Part, origin: Origin) -> None:
     if part.state == "fixed":
         raise BadInput(f"{origin.method}: {part.key} is held fixed by the architecture")
-    if len(part.shape) != 2:
+    if len(part.shape) < 2 or any(size > 1 for size in part.shape[2:]) or part.axis > 1:
         raise BadInput(f"{origin.method}: {part.key} ({part.role}) is not a matrix")
     if part.heads is None and (origin.scope == "head" or origin.std == "orthonormal"):
         instead = 'scope="matrix"' if origin.method == "orthogonalize" else 'std="match"'
+        lies = " whose rows lie together" if part.role in ATTENTION_INPUTS else ""
         raise BadInput(
-            f"{origin.method}: {part.key} ({part.role}) has no heads; use {instead} for it"
+            f"{origin.method}: {part.key} ({part.role}) has no heads{lies}; use {instead} for it"
         )
 
 
@@ -144,7 +145,7 @@ def _renew(parts: list[Part], slots: dict[str, Slot], origin: Origin) -> Iterato
     else:
         values = (_random(p, _read(p, slots[p.name]), origin) for p in parts)
     for part, rows in zip(parts, values, strict=True):
-        yield rows.t() if part.axis else rows
+        yield (rows.t() if part.axis else rows).reshape(part.shape)
 
 
 def _check_finite(part: Part, slot: Slot, origin: Origin) -> None:
@@ -153,8 +154,11 @@ def _check_finite(part: Part, slot: Slot, origin: Origin) -> None:
 
 
 def _read(part: Part, slot: Slot) -> Tensor:
-    """Return a part's values as (rows, in), even if the weight is stored as (in, out)."""
-    rows = slot.read(part.rows)
+    """Return a part's values as (rows, in), even if the weight is stored as (in, out).
+
+    A convolution over one token is a matrix with further axes of size 1.
+    """
+    rows = slot.read(part.rows).flatten(1)
     return rows.t() if part.axis else rows
 
 

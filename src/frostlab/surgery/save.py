@@ -56,7 +56,7 @@ _MANIFEST = "delta.json"
 _TENSORS = re.compile(r"trainable-[0-9a-f]{12}\.safetensors")  # name of a delta's tensor file
 # Files that a delta folder may hold: tensor files, and temporary files of an interrupted save.
 _OWN = (_MANIFEST, "trainable-*.safetensors", ".trainable-*.tmp", f".{_MANIFEST}.*.tmp")
-HEAD = "head.safetensors"  # the head of an exported classifier whose class cannot hold it
+HEAD = "head.safetensors"  # the head of an exported classifier, if its new class has no head
 _WAIT = 60.0  # seconds to wait for another process that saves to the same folder
 
 
@@ -214,7 +214,9 @@ def check_exportable(model: nn.Module) -> None:
     _, slots = survey(model)
     refuse_untouchable(model, slots.values(), "export")
     if any(slot.adapts is not None for slot in slots.values()):
-        raise BadInput("export: the model has adapters; call model.merge_and_unload() first")
+        own = hasattr(model, "merge_and_unload")  # PEFT's own wrapper around the model
+        merge = "model.merge_and_unload()" if own else "fl.merge_adapters(model)"
+        raise BadInput(f"export: the model has adapters; call {merge} first")
     if not is_own(model) and not hasattr(model, "save_pretrained"):
         raise BadInput(
             f"export: {type(model).__name__} is not a Hugging Face model; its state_dict() "
@@ -232,7 +234,7 @@ def write_checkpoint(
     """Write a model, its tokenizer and the names of its classes to an existing folder.
 
     Args:
-        length: the longest text in training.
+        length: the tokens of the longest text in training.
     """
     pad, end = (getattr(tokenizer, f"{name}_token_id", None) for name in ("pad", "eos"))
     made, state = cast(Any, model), model.state_dict()
@@ -420,7 +422,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise BadInput(f"load_trainable: {folder} is not a delta folder (no {_MANIFEST})") from None
     version = values.get("format", FORMAT) if isinstance(values, dict) else FORMAT
     if version != FORMAT:
-        raise BadInput(f"{where} has format {version!r:.60}, this frostlab reads {FORMAT}")
+        raise BadInput(f"{where} has format {version!r:.60}, and this frostlab reads {FORMAT}")
     manifest = read(Manifest, values, where)
     name = manifest.tensors.file
     if not _TENSORS.fullmatch(name):

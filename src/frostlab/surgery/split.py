@@ -14,7 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frostlab.errors import BadInput
-from frostlab.roles.parts import Piece, Rows, SlotPieces, Split, gathered, join, join_pieces
+from frostlab.roles.parts import (
+    Multiplies,
+    Piece,
+    Rows,
+    SlotPieces,
+    Split,
+    gathered,
+    join,
+    join_pieces,
+)
 
 _HOOKS = (  # attributes of nn.Module that hold hooks
     "_forward_hooks",
@@ -235,7 +244,7 @@ def _products(columns: list[Tensor], inputs: Tensor) -> Tensor:
     return rows
 
 
-class SplitProjection(nn.Module, Split):
+class SplitProjection(nn.Module, Multiplies, Split):
     """A replacement for a linear module with some frozen rows.
 
     A step that keeps the fused weight and bias up to date itself sets `kept` to them while it runs,
@@ -283,7 +292,7 @@ class SplitProjection(nn.Module, Split):
         return self.frozen_rows.axis if local == "weight" else 0
 
     def joined(self) -> nn.Module:
-        """Return the original module with the rows rejoined."""
+        """Return the original module with the rows rejoined; this one must no longer be used."""
         (original,) = self._original
         for local in self.shapes:
             setattr(original, local, nn.Parameter(getattr(self, local).detach().clone()))
@@ -363,7 +372,7 @@ class SplitProjection(nn.Module, Split):
         """Return the fused tensor in a dtype, and the cache that holds it, if any.
 
         Only this module's own parameters are cached, not tensors that replace them temporarily,
-        as a gathered shard or `torch.func.functional_call` does.
+        such as gathered shards, or the arguments of `torch.func.functional_call`.
         """
         if trainable is None or frozen is None:
             only = frozen if trainable is None else trainable
@@ -442,7 +451,7 @@ def _is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def _sharded_like(value: Tensor, tensor: Any) -> Tensor:
+def sharded_like(value: Tensor, tensor: Any) -> Tensor:
     """Shard a value like `tensor`, if `tensor` is sharded."""
     if not _is_sharded(tensor):
         return value
@@ -452,9 +461,9 @@ def _sharded_like(value: Tensor, tensor: Any) -> Tensor:
 
 
 def save_pieces(slots: dict[str, SlotPieces], destination: dict[str, Any], prefix: str) -> None:
-    """Add each fused tensor (slot), joined from its pieces, to a state dict by its own name."""
+    """Add each fused tensor (slot), joined from its pieces, to a state dict."""
     for local, (_, axis, pieces) in slots.items():
-        destination[prefix + local] = _sharded_like(join_pieces(pieces, axis), pieces[0].parameter)
+        destination[prefix + local] = sharded_like(join_pieces(pieces, axis), pieces[0].parameter)
 
 
 def load_pieces(
@@ -483,7 +492,7 @@ def load_pieces(
         with torch.no_grad():
             for piece in pieces:
                 rows = piece.rows.take(value, axis).contiguous()
-                rows = _sharded_like(rows, piece.parameter)
+                rows = sharded_like(rows, piece.parameter)
                 if assign:
                     _assign(module, piece.parameter, rows)
                 else:

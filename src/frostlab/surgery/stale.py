@@ -57,10 +57,10 @@ def expect(parameter: nn.Parameter, name: str) -> None:
 
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Check an optimizer at its first step after a change, and warn at its second step.
+    """Check an optimizer at its first step after a change; at its second step, warn if need be.
 
-    If several optimizers take turns, all of them have made their first step by then, so a parameter
-    that no check has found is in no optimizer.
+    The warning is about new parameters that no optimizer holds. If several optimizers take turns,
+    all of them have been checked by then.
     """
     checked_total, stepped_twice = getattr(optimizer, _CHECKED, (0, False))
     if checked_total == _total:

@@ -86,7 +86,7 @@ class Stopwatch:
         self._device = device
         self._before = dict(seconds or {})
         self._phases: dict[str, float] = {}
-        self.steps: dict[str, float] = {}  # seconds of this process's steps, by kind
+        self.steps: dict[str, float] = {}  # kind of step → seconds of this process's steps
         self._total = 0.0
         self._started: float | None = None
 

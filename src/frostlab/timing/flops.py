@@ -83,7 +83,7 @@ def _step_flops(anatomy: Anatomy, length: int, causal: bool) -> float:
         if not part.layers and part.matmul and part.kind == "weight":
             flops = 2 * part.parameters * (1 + any(learns_below.values()) + _learns(part))
             # A head as wide as the vocabulary counts for every token, other heads once per
-            # sequence. A head of signals reads every time step, but it is small.
+            # sequence. The head of an EEG model reads every time step, but is small.
             every_token = part.role != "head" or part.shape[part.axis] == vocabulary
             total += flops if every_token else flops / length
     return total
@@ -98,12 +98,17 @@ def _layer_flops(
     learns_inside = any(_learns(part) for part in layer.parts)
     tables = [part for part in layer.parts if _is_distance_table(part, layer, length)]
     query_learns = learns_below  # whether queries need a gradient
+    experts: dict[str, set[int]] = {}  # role → numbers of the experts with such parts
+    for part in layer.parts:
+        if part.place.expert is not None:
+            experts.setdefault(part.role, set()).add(part.place.expert)
     # `below` says whether a matrix needs an input gradient
     for part in layer.parts:
         if part.kind != "weight" or not part.matmul:
             continue
         cross, role = part.place.cross, part.role
-        if role in ATTENTION_INPUTS:
+        # a latent part is a low-rank projection that queries, keys or values are computed from
+        if role in ATTENTION_INPUTS or role == "latent":
             reads_encoder = cross and role != "query"
             below = encoder_learns if reads_encoder else learns_below or (cross and learns_inside)
             needs_backward[cross] = needs_backward.get(cross, False) or below or _learns(part)
@@ -112,7 +117,9 @@ def _layer_flops(
                 query_learns |= _learns(part) and not cross
         else:
             below = learns_below or learns_inside
-        total += 2 * part.parameters * (1 + below + _learns(part))
+        # every token uses one expert at least; how many more is not known
+        used = part.parameters / (1 if part.place.expert is None else len(experts[role]))
+        total += 2 * used * (1 + below + _learns(part))
     inside_attention = (*tables, *(part for part in layer.parts if _is_head_norm(part, layer)))
     if any(map(_learns, inside_attention)):
         needs_backward[False] = True

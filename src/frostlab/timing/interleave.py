@@ -35,7 +35,7 @@ FEWEST_BUILDS = 4  # with fewer builds, the timing is unproven: it cannot be tru
 _PLANNED_BUILDS = 6  # builds that should fit into the time
 _BUILDS_BEFORE_WIDTH = 8  # builds before narrow intervals may end the timing
 MOST_BATCHES = 16  # the most distinct batches; the step is warmed up on the shape of each
-_BUILDS_AFTER_WIDTH = 4  # further builds after that, since intervals may be narrow only by chance
+_BUILDS_AFTER_WIDTH = 4  # further builds once intervals are narrow, because that may be chance
 _MOST_BLOCKS = 4  # the most distinct blocks, and also the most pairs of rounds per build
 _PROGRESS_EVERY = 10.0  # seconds between progress messages
 _FEWEST_ROUNDS = 3  # rounds of a benchmark before its time limit counts
@@ -72,7 +72,7 @@ def ratio_of(
 ) -> Ratio:
     """Estimate the ratio of an arm's time to the baseline's, with confidence 1 − alpha.
 
-    The baseline's time is the geometric mean over its copies. Two intervals have the same center,
+    The baseline's time is the geometric mean over its copies. Two intervals have the same centre,
     and the wider one is returned: the t interval over the builds, and the prediction interval for
     the mean of one more copy, with one degree of freedom less than there are copies.
 
@@ -209,7 +209,7 @@ class Rounds:
 
     baseline: str
     controls: tuple[str, ...]  # further copies of the baseline
-    blocks: dict[str, list[BlockSeconds]]  # arm → blocks; with baseline and controls
+    blocks: dict[str, list[BlockSeconds]]  # arm, baseline or control → its blocks
     pairs: int = 1  # pairs of rounds per build
     began: list[float] = field(default_factory=list)  # when each baseline block started, in s
     starts: list[int] = field(default_factory=list)  # index of the first batch of each round
@@ -238,12 +238,13 @@ class Rounds:
     def widths(self) -> list[float]:
         """Return the relative width of every 95 % interval, from the spread between builds alone.
 
-        The interval from the spread between copies is left out: builds do not make it narrower.
+        The interval from the spread between copies is left out, because more builds do not make it
+        narrower.
         """
         widths = []
         for name in self.blocks:
             if name != self.baseline:
-                base = np.exp(np.log(self._copies_for(name)).mean(axis=0))  # a single copy
+                base = np.exp(np.log(self._copies_for(name)).mean(axis=0))  # as one copy
                 widths.append(ratio_of(self.device_seconds(name), [base], self.pairs).width)
         return widths
 
@@ -270,7 +271,7 @@ def interleave_arms(
     seed: int,
     say: Callable[[str], None],
 ) -> Rounds:
-    """Time rounds until the rule ends the timing; rebuild all arms after every `pairs` pairs.
+    """Time rounds until the rule ends the timing; rebuild all arms after `pairs` pairs of rounds.
 
     Args:
         names: names of the arms, the baseline first, including the controls.
@@ -483,7 +484,7 @@ class _PairTimer:
         on_warm: Callable[[], object],
     ) -> None:
         self.others, self.theirs, self.device = others, times.theirs, device
-        self.block, self.seconds = times.steps_per_round, seconds  # steps per block, limit
+        self.block, self.seconds = times.steps_per_round, seconds  # steps per block, time limit
         self.sides = 1 + len(others)
         self.order = list(side_order(rounds, self.sides))  # their side is 0
         self.steps_left, self.on_warm, self.warming = warm_up, on_warm, True

@@ -2,7 +2,7 @@
 
 Both count weights, gradients, Adam's moments, and the values that a transformer's layers keep for
 the backward pass. The estimate also counts a language model's logits. The bound counts
-only values that every way of computing the step has to keep.
+only values that every step has to keep if it recomputes nothing in the backward pass.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,8 @@ class StepMemory:
 def estimated_memory(parts: Anatomy, value_bytes: int, language: bool) -> StepMemory:
     """Estimate the memory of a training step of a model, given its parts.
 
-    `value_bytes` is the size of a value of the forward pass; a language model keeps its logits.
+    `value_bytes` is the size of a value of the forward pass. `language` says whether the model is a
+    language model, which keeps its logits.
     """
     kept = sum(map(_width, parts.layers)) * (_KEPT_VALUES * value_bytes + _MASK_BYTES)
     sizes = (part.shape[0] for part in parts.parts if part.role == "embedding" and part.shape)

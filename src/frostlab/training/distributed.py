@@ -26,7 +26,7 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0  # the rank among the processes of this machine
-    nccl: bool = False  # whether the processes, or this one alone, are a process group of NCCL
+    nccl: bool = False  # whether there is a process group, perhaps of one process, that uses NCCL
 
     @property
     def writes(self) -> bool:
@@ -164,7 +164,7 @@ class GradientSum:
             dist.broadcast(tensor.detach(), src=0)
 
     def __call__(self, gradients: Sequence[Sequence[Tensor]]) -> None:
-        """Replace gradients, in pieces for each parameter, with their sums over all processes."""
+        """Replace the pieces of each parameter's gradient with their sums over all processes."""
         self._check_present([bool(pieces) for pieces in gradients])
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for piece in (piece for pieces in gradients for piece in pieces):

@@ -34,7 +34,7 @@ class Exit:
     token_accuracy: float
     flops: float  # matmul FLOPs of the forward pass per token, for the longest input, with the head
     share: float  # `flops` as a fraction of the whole model's FLOPs
-    parameters: int  # number in the embedding, the layers up to this one, final norm and head
+    parameters: int  # in the embedding, the layers up to this one, the final norm and the head
 
 
 def early_exits(

@@ -142,8 +142,8 @@ class Display:
     def advance(self, step: int, loss: Callable[[], float | None]) -> None:
         """Note a step; redraw the bar as often as the screen allows.
 
-        The loss is read more often than lines are printed, because on a GPU `loss` starts a copy
-        and returns the value that an earlier call has copied.
+        On a GPU, `loss` starts a copy and returns the value that the call before has copied. So it
+        is called more often than lines are printed; else a line would show an old loss.
         """
         self._step, self._read_loss, now = step, loss, time.monotonic()
         if now < self._next_reading:
@@ -161,7 +161,7 @@ class Display:
         self.say(f"step {step}  {'  '.join(shown)}{'  (best)' if best else ''}")
 
     def close(self) -> None:
-        """End the bar: a single run's bar stays at its last step, one of several is removed."""
+        """End the bar: the bar of a single run stays, that of one of several runs is removed."""
         if self._began is None:
             return
         if self._screen.is_live:

@@ -118,16 +118,16 @@ def run(
         data_dir: the folder with the data sets.
         resume: continue the unfinished run in `out`, or the newest unfinished run of this recipe in
             `runs`. Without any run, begin one; refuse a finished or diverged run.
-        tensorboard: a folder to which TensorBoard event files are written during the run; for a
-            scaled run, or one with stand-ins, to a folder in it that says so.
+        tensorboard: a folder to which TensorBoard event files are written during the run; those
+            of a scaled run, or one with stand-ins, to a subfolder whose name says so.
         scale: tiny or small: fewer examples, fewer steps and narrower layers; None: the recipe's
             scale. `settings` win over the scale.
         stand_in: use built-in data, a learned tokenizer or random weights in place of a data set, a
             tokenizer or a pretrained model that is not available.
         progress: whether to show the progress; None: on a terminal or in a notebook. A
             `Display` shows it on its own screen.
-        began: when the program started, as a reading of `time.perf_counter`, from where the
-            record's wall clock counts; None: now.
+        began: when the program started, as a reading of `time.perf_counter`; the record's wall
+            clock counts from there. None: now.
     """
     wall = WallClock(began)
     changes = dict(settings or {}) | ({} if scale is None else {"scale": scale})
@@ -144,7 +144,7 @@ def run(
         world = stack.enter_context(process_group(device, recipe.train))
         if recipe.train.batch % (world.size * recipe.train.accumulate):
             raise BadInput(
-                f"train.batch {recipe.train.batch} cannot be shared by {world.size} processes × "
+                f"train.batch {recipe.train.batch} cannot be divided into {world.size} processes × "
                 f"{recipe.train.accumulate} micro-batches"
             )
         chosen = _choose_folder(recipe, name, out, Path(runs), resume)

@@ -84,7 +84,7 @@ def _is_sharded(model: nn.Module) -> bool:
 def _whole_model(context: RunContext, progress: Progress) -> nn.Module:
     """Return the model with the best weights; if it is sharded, a copy on the CPU.
 
-    Only one process generates, and cannot gather the others' shards alone.
+    Only one process generates, and it cannot gather the shards without the other processes.
     """
     if not _is_sharded(context.model):
         return context.model

@@ -327,7 +327,7 @@ def check_memory(
     estimate = estimated_memory(structure, compute.precision.itemsize, language=False)
     largest = int(estimate.tokens_in(free) / length) * micro_batches
     if largest < micro_batches:
-        raise BadInput(f"{problem}; this model is too large for it with any batch")
+        raise BadInput(f"{problem}; this model is too large for it, even with the smallest batch")
     raise BadInput(f"{problem}; about {largest} would fit, or more with train.accumulate")
 
 

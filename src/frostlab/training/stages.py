@@ -1,6 +1,6 @@
 """The stages of a run: their settings, their steps, and the change of the model between them.
 
-Entering a stage adds its layers and sets which weights learn; by default, weights that continue to
+Entering a stage adds its layers and sets which weights learn. By default, weights that continue to
 learn keep their optimizer state. A part is a parameter, or the rows of a parameter that have one
 role, such as query; a fixed part is one that the architecture never trains.
 """
@@ -16,7 +16,7 @@ from frostlab.data.eeg.recordings import PreparedData
 from frostlab.errors import BadInput, UnknownArchitecture
 from frostlab.recipe.recipe import WORDS, Add, Recipe, StageSettings, stage_names
 from frostlab.recipe.settings import Every, Optim, StepDecay, Supervise, Train
-from frostlab.roles.parts import Rows
+from frostlab.roles.parts import Rows, Slot
 from frostlab.roles.read import anatomy, survey
 from frostlab.storage import derive_seed
 from frostlab.surgery.freeze import learn_only, thaw
@@ -37,7 +37,7 @@ class Stage:
     train: tuple[str, ...] | None = None
     add: Add | None = None  # layers to add at the beginning
     lr: float | None = None  # the highest learning rate; None: optim.lr
-    # learning rates of selections, of the newest layers (`new`) and of all others (`old`)
+    # a selection, `new` (the newest layers) or `old` (all others) → learning rate
     rates: Mapping[str, float] = field(default_factory=dict)
     supervise: Supervise = field(default_factory=Supervise)
     keep_state: bool = True  # whether weights that learned before keep their optimizer state
@@ -140,8 +140,8 @@ def _stage(recipe: Recipe, name: str, settings: StageSettings, examples: int) ->
     )
 
 
-# The optimizer state by slot. A slot is a parameter of the unmodified model, and freezing may split
-# it into several parameters; the list has the rows and the state tensors of each trained one.
+# Slot → optimizer state. A slot is a parameter of the unmodified model, which freezing may split
+# into several parameters; the list has the rows and the state tensors of each trained one.
 StateBySlot = dict[str, list[tuple[Rows, dict[str, Tensor]]]]
 
 
@@ -174,8 +174,8 @@ def enter_stage(
     learning = _parts_that_learn(model, recipe, stage, index)
     if not learning:
         raise BadInput(
-            f"stages.{index}.train trains nothing: all of it is frozen by the treatment, "
-            "or fixed by the architecture"
+            f"stages.{index}.train trains nothing: the treatment freezes all parts that it "
+            "selects, or the architecture fixes them"
         )
     learn_only(model, learning)
     return entered
@@ -263,6 +263,7 @@ def state_by_slot(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBy
 def surviving_state(model: nn.Module, entered: Entered, state: StateBySlot) -> dict[str, Tensor]:
     """Return the optimizer state of parameters that continue to learn.
 
+    Rows that begin to learn have zero moments and the step count of their parameter's other rows.
     The keys are `parameter//entry`, as in checkpoints.
     """
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
@@ -271,20 +272,32 @@ def surviving_state(model: nn.Module, entered: Entered, state: StateBySlot) -> d
         moved = entered.old_names
         old_name = slot.name if moved is None else moved.get(slot.name, "")
         for piece in slot.pieces:
-            name = names.get(id(piece.parameter))
-            for rows, values in state.get(old_name, []) if name is not None else []:
-                for key, value in values.items():
-                    if rows == piece.rows or not value.ndim:
-                        surviving[f"{name}//{key}"] = value
-                    elif len(rows) == rows.size:  # state of all rows, some now frozen
-                        surviving[f"{name}//{key}"] = piece.rows.take(value, slot.axis).contiguous()
-    return _with_moments(surviving)
+            if (name := names.get(id(piece.parameter))) is not None:
+                kept = _state_of_rows(piece.rows, slot, state.get(old_name, []))
+                surviving |= {f"{name}//{key}": value for key, value in kept.items()}
+    return surviving
 
 
-def _with_moments(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Drop the state of parameters that have a step count but no moments."""
-    complete = {name.rpartition("//")[0] for name, value in state.items() if value.ndim}
-    return {name: value for name, value in state.items() if name.rpartition("//")[0] in complete}
+def _state_of_rows(
+    rows: Rows, slot: Slot, state: list[tuple[Rows, dict[str, Tensor]]]
+) -> dict[str, Tensor]:
+    """Return the state of these rows of a slot; empty if none of them has learned."""
+    learned, whole = torch.zeros(rows.size, dtype=torch.bool), dict[str, Tensor]()
+    for old_rows, values in state:
+        if old_rows == rows:
+            return values
+        old_rows.put(learned, torch.ones(len(old_rows), dtype=torch.bool))
+        for key, value in values.items():
+            if value.ndim:  # a moment
+                old_rows.put(whole.setdefault(key, value.new_zeros(slot.shape)), value, slot.axis)
+            else:  # the step count
+                whole[key] = torch.maximum(value, whole.get(key, value))
+    if not rows.take(learned).any():
+        return {}
+    return {
+        key: rows.take(value, slot.axis).contiguous() if value.ndim else value
+        for key, value in whole.items()
+    }
 
 
 def check_stages(

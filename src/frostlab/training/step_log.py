@@ -58,7 +58,7 @@ class Entry:
 class StepLog:
     """A log that writes steps in blocks, and raises `Diverged` for a gradient that is not finite.
 
-    On the CPU it does so at once, elsewhere when it writes the step's block.
+    On the CPU it raises at once, elsewhere when it writes the step's block.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ def _short(value: float) -> float | None:
 
 
 def wall_record(wall: WallClock, watch: Stopwatch) -> WallRecord:
-    """Return where the wall-clock time of this process went."""
+    """Return how this process spent its time."""
     parts, phases, steps = wall.seconds, watch.phases, watch.steps
     seconds = {
         "starting": parts["starting"],

@@ -5,37 +5,29 @@ the rows of a parameter that have one role, such as query (see `frostlab.roles.p
 """
 
 import hashlib
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from frostlab.errors import (
     BadInput,
-    FrostlabError,
     UnknownArchitecture,
     check_registration,
     nearest,
-    require,
     same_function,
 )
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.treatment import (
     TREATMENTS,
     Identity,
-    LowRank,
     Orthogonalize,
     Randomize,
     RegisteredChange,
-    Scales,
     Treatment,
 )
-from frostlab.roles.parts import Part, Slot
 from frostlab.roles.read import anatomy, survey
-from frostlab.roles.snapshot import Anatomy
-from frostlab.storage import derive_seed
+from frostlab.surgery.adapters import adapt
 from frostlab.surgery.audit import Audit, frozen_audit
 from frostlab.surgery.freeze import freeze
 from frostlab.surgery.origin import digest
@@ -178,88 +170,3 @@ def wants_types(model: Any) -> bool:
     """Return whether a model embeds token types, which mark the second text of a pair."""
     config = getattr(model, "config", None)
     return getattr(config, "type_vocab_size", 0) > 1
-
-
-_SELECT_KEY = "treatment.peft.select"
-
-
-def adapt(model: nn.Module, wanted: LowRank | Scales, seed: int) -> set[str]:
-    """Add adapters to a model in place and return the keys of their parts; outputs do not change.
-
-    PEFT draws from torch's global generator. The generator's state is restored afterwards, so that
-    all other random values stay the same.
-    """
-    peft = require("peft", "peft", "treatment.peft")
-    structure, slots = survey(model)
-    chosen = _weights_to_adapt(structure, slots, wanted.select)
-    targets = {part.name.rpartition(".")[0]: part for part in chosen}
-    config = _config(peft, wanted, targets, transposed=any(part.axis for part in chosen))
-    with torch.random.fork_rng([]):
-        torch.manual_seed(derive_seed("adapters", seed))
-        peft.inject_adapter_in_model(config, model)
-    structure, slots = survey(model)
-    if {s.adapts for s in slots.values() if s.adapts is not None} != targets.keys():
-        raise FrostlabError(f"{_SELECT_KEY}: PEFT adapted other modules than the selected ones")
-    return {part.key for part in structure.select("adapter")}
-
-
-def _weights_to_adapt(
-    structure: Anatomy, slots: dict[str, Slot], selections: tuple[str, ...]
-) -> list[Part]:
-    """Return the selected weights; refuse the head and weights that are not a whole projection.
-
-    An adapter always wraps a whole projection.
-    """
-    try:
-        chosen = [part for part in structure.select(*selections) if part.kind == "weight"]
-    except BadInput as error:
-        raise BadInput(f"{_SELECT_KEY}: {error}") from None
-    if not chosen:
-        raise BadInput(f"{_SELECT_KEY}: only biases are selected; adapters need weights")
-    keys = {part.key for part in chosen}
-    for part in chosen:
-        if part.role == "head":
-            raise BadInput(
-                f"{_SELECT_KEY}: {part.name} belongs to the head, which learns without adapters"
-            )
-        projection = isinstance(slots[part.name].owner, nn.Linear) or part.axis == 1
-        if not part.matmul or not projection or part.ties:
-            raise BadInput(
-                f"{_SELECT_KEY}: {part.name} ({part.role}) is not a projection of its own; "
-                "select from query, key, value, output, up, gate, down"
-            )
-        sharing = [other for other in structure.parts if other.name == part.name]
-        if not {other.key for other in sharing} <= keys:
-            roles = ", ".join(other.role for other in sharing)
-            raise BadInput(
-                f"{_SELECT_KEY}: {part.name} holds {roles} together; select all of them or none"
-            )
-    return chosen
-
-
-def _config(peft: Any, wanted: LowRank | Scales, targets: dict[str, Part], transposed: bool) -> Any:
-    """Return PEFT's config for these modules.
-
-    PEFT matches a regular expression against whole paths, but a list of names also against the ends
-    of paths.
-    """
-    all_targets = _pattern(targets)
-    if isinstance(wanted, LowRank):
-        return peft.LoraConfig(
-            r=wanted.r,
-            lora_alpha=wanted.alpha,
-            lora_dropout=wanted.dropout,
-            target_modules=all_targets,
-            use_dora=wanted.method == "dora",
-            fan_in_fan_out=transposed,
-        )
-    down = [path for path, part in targets.items() if part.role == "down"]
-    return peft.IA3Config(
-        target_modules=all_targets,
-        feedforward_modules=_pattern(down) if down else [],
-        fan_in_fan_out=transposed,
-    )
-
-
-def _pattern(paths: Iterable[str]) -> str:
-    return "|".join(map(re.escape, paths))

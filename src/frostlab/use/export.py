@@ -11,13 +11,14 @@ from torch import nn
 
 from frostlab import __version__
 from frostlab.data.encode import columns_of
-from frostlab.errors import BadInput, require
+from frostlab.errors import BadInput
 from frostlab.models.huggingface import is_own
 from frostlab.models.sampling import position_limit
 from frostlab.recipe.recipe import shorten_paths
 from frostlab.records.folder import RunRecord, finished_status
 from frostlab.records.model_files import read_inputs, stored_tokenizer
 from frostlab.storage import whole_folder, write_whole
+from frostlab.surgery.adapters import merge_adapters
 from frostlab.surgery.save import HEAD, check_exportable, write_checkpoint
 from frostlab.text import Markdown, escaped, markdown, number, plain
 from frostlab.training.setup import best_model
@@ -59,24 +60,6 @@ def export_run(record: RunRecord, folder: str | Path) -> Path:
         card = model_card(record, model, target.absolute().name, tokenizer is not None)
         write_whole(temporary / CARD, card)
     return target
-
-
-def merge_adapters(model: nn.Module) -> None:
-    """Merge the adapters of a treatment into the weights that they adapt, in place."""
-    if not hasattr(model, "peft_config"):
-        return
-    require("peft", "peft", "export")
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    adapted = [
-        (name, module) for name, module in model.named_modules()
-        if isinstance(module, BaseTunerLayer)
-    ]  # fmt: skip
-    for name, module in adapted:
-        module.merge()
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, module.get_base_layer())
-    del model.peft_config
 
 
 def _tokenizer(record: RunRecord, model: nn.Module) -> Any:

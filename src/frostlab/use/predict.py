@@ -39,7 +39,7 @@ from frostlab.training.treatment import wants_types
 from frostlab.use.scoring import Evaluator
 
 AT_ONCE = 4096  # texts that are encoded together and batched by length
-Envelopes = dict[str, NDArray[np.float32]]  # by recording
+Envelopes = dict[str, NDArray[np.float32]]  # recording → decoded envelope
 T = TypeVar("T")
 
 

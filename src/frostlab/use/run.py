@@ -183,7 +183,7 @@ def load_run(folder: str | Path) -> Run:
 
 
 def _returning_run(train: Callable[_P, RunRecord]) -> Callable[_P, Run]:
-    """Wrap the function that trains a recipe, with its parameters, to return a `Run`."""
+    """Wrap the function that trains a recipe so that it returns a `Run`; keep its parameters."""
 
     @wraps(train)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> Run:

@@ -82,7 +82,7 @@ class Evaluation:
     source: str  # where the examples come from
     metrics: dict[str, float]
     n: dict[str, int]  # metric → the number of `unit`s that it is computed from
-    unit: dict[str, str]  # metric → examples, tokens, subjects, windows or decisions
+    unit: dict[str, str]  # metric → what `n` counts: examples, tokens, windows, …
     classes: list[ClassScore] = field(default_factory=list)  # empty without classes
     layers: dict[str, dict[str, float]] = field(default_factory=dict)  # supervised layer → metrics
     # EEG: group of recordings → decoder → summary of its scores, as in result.json
@@ -112,7 +112,7 @@ class Evaluator:
 
     @property
     def batch(self) -> int:
-        """How many of the longest examples fill a batch of an evaluation."""
+        """The batch size of an evaluation, counted in examples of the greatest length."""
         return evaluation_batch(self.recipe, self.objective.model)
 
     @cached_property
@@ -320,7 +320,7 @@ def evaluate_languages(
     wanted = list(LANGUAGES) if languages == "all" else languages.split(",")
     for name in wanted:
         if name not in LANGUAGES:
-            hint = nearest(name, LANGUAGES) or f"; there are all, {', '.join(LANGUAGES)}"
+            hint = nearest(name, LANGUAGES) or f"; choose all, or some of {', '.join(LANGUAGES)}"
             raise BadInput(f"--languages: {name!r:.40} is not a language of xnli{hint}")
     evaluator = Evaluator(run, device)
     return {
@@ -355,7 +355,7 @@ class _Choice:
         for key, name in zip(settings, values, strict=True):
             if name not in _SETTABLE or not key.startswith("data."):
                 listed = ", ".join(f"data.{name}" for name in _SETTABLE)
-                raise BadInput(f"{key} cannot be set for an evaluation; there are {listed}")
+                raise BadInput(f"{key} cannot be set for an evaluation; only {listed} can")
         if data is not None and "path" in values:
             raise BadInput("--data and data.path both name the data; give one of them")
         if data is not None:
@@ -386,7 +386,7 @@ class _Choice:
 
     @property
     def is_default(self) -> bool:
-        """Whether the run's own data are evaluated as they were."""
+        """Whether the run's own data are evaluated, with the recipe's settings."""
         return self == _Choice(self.split)
 
     @property
@@ -447,7 +447,7 @@ def _evaluate_text(evaluator: Evaluator, choice: _Choice, data_dir: Path | None)
         raise BadInput(f"data.language: {data.name} has no languages; only xnli has")
     if choice.path is not None:
         if choice.language is not None:
-            raise BadInput("data.language chooses a split of xnli; leave out the path")
+            raise BadInput("data.language chooses a language of xnli; leave out the path")
         if choice.report is not None:
             raise BadInput("data.report chooses a split of the run's data; leave out the path")
         split = given_split(choice.path, choice.role, "--data", getattr(data, choice.role))

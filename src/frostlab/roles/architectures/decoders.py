@@ -6,7 +6,7 @@ Each table maps parameter paths to roles; `frostlab.roles.description` defines t
 from typing import Any
 
 from frostlab.roles.architectures.common import GATE_UP, QKV, QKV_PER_HEAD, config_heads, under
-from frostlab.roles.description import REFUSED, Description, Entry, Fused, Table, register
+from frostlab.roles.description import Description, Entry, Fused, Table, register
 from frostlab.roles.parts import Heads
 
 GPT_EMBEDDINGS: Table = {  # embeddings and norms, with the same paths in several models
@@ -201,9 +201,3 @@ PHI3: Table = {
     "norm": "norm",
 }
 register("phi3", Description(PHI3, config_heads))
-
-for kind in ("deepseek_v2", "deepseek_v3"):
-    REFUSED[kind] = (
-        "low-rank attention: `self_attn.kv_a_proj_with_mqa` feeds keys and values at once, "
-        "so no row of it is a key or a value alone"
-    )

@@ -28,7 +28,7 @@ BERT_EMBEDDINGS: Table = {  # embeddings and pooler
 }
 BERT: Table = {
     **BERT_EMBEDDINGS,
-    "embeddings_project": "embedding",  # in an ELECTRA whose embedding is narrower
+    "embeddings_project": "embedding",  # in an ELECTRA whose embedding is narrower than its layers
     **under("encoder.layer.{i}.attention", BERT_ATTENTION),
     "encoder.layer.{i}.attention.output.LayerNorm": "norm",
     **under("encoder.layer.{i}.crossattention", cross(BERT_ATTENTION)),

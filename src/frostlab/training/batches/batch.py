@@ -27,7 +27,7 @@ Split = Tokens | Windows
 def epoch_order(
     lengths: NDArray[np.int64], batch: int, seed: int, epoch: int, bucket: bool
 ) -> Order:
-    """Return the shuffled example indices of each step of an epoch; one step may have fewer.
+    """Return the shuffled examples of each step of an epoch; one may have fewer than `batch`.
 
     With `bucket`, examples of similar length share a batch: each pool of shuffled examples is
     sorted by length and split into batches, and the batches are shuffled again.

@@ -22,10 +22,10 @@ from frostlab.training.step.optimizer import Bf16Copies, build_optimizer
 
 # Measured by benchmarks/kinds.py on an H200 (docs/measurements.md, "Kinds of step"). Compiling a
 # captured step saves elementwise work: 58 to 72 picoseconds per token, layer and unit of the width,
-# in BERT and GPT. It adds these seconds to the start of a run.
+# in BERT and GPT. It adds `_COMPILE_SECONDS` to the start of a run.
 _SAVED_PER_UNIT = 60e-12
 _COMPILE_SECONDS = {"GPT": 4.0, "Decoder": 4.0, "Conformer": 15.0}  # class of the model → seconds
-_OTHER_COMPILE_SECONDS = 8.0  # BERT's
+_OTHER_COMPILE_SECONDS = 8.0  # of every other class, as measured with BERT
 _USUAL_SAVED = 2e-3  # seconds per step, where the size of a step is not known
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 # Further shapes of batches are compiled in about half the time of the first: with the 7 widths of
@@ -48,7 +48,8 @@ class CompileCost:
 
     def describe(self, steps: int) -> str:
         """Return how many seconds compiling takes and saves, as text."""
-        return f"compiling takes about {self.taken:.0f} s to save {steps * self.saved:.2g} s a run"
+        saved = f"{steps * self.saved:.2g} s a run"
+        return f"compiling would take about {self.taken:.0f} s to save {saved}"
 
 
 def compile_cost(model: nn.Module, tokens: float | None, shapes: int = 1) -> CompileCost:
@@ -92,11 +93,12 @@ class Sharing:
 
     def obstacle(self, wanted: StepKind, world: World) -> str | None:
         """Return why these processes cannot take the wanted steps; None if they can."""
-        # both exchange tensors in the forward pass, so processes cannot compile at different steps
+        # FSDP and SyncBatchNorm exchange tensors in the forward pass, so all processes would
+        # have to compile at the same step
         if self.sharded:
             return "steps with parallel fsdp are neither compiled nor captured"
         if self.shares_norms:
-            return "norms that are shared by processes need eager steps"
+            return "norms with statistics over all processes need eager steps"
         if wanted == "compiled":
             return None
         if not world.nccl:
@@ -117,12 +119,12 @@ def choose_kind(
     watches_inside: bool = False,
     sharing: "Sharing | None" = None,
 ) -> Choice:
-    """Return the wanted kind of step, or eager if that kind cannot work; `auto` wants captured.
+    """Return the wanted kind of step, or eager if that kind cannot work.
 
-    A captured step is compiled if that saves time in stages of `steps` steps, counted over the runs
-    that are assumed to share the compiled code (`CompileCost.pays`). `watches_inside`: whether the
-    gradient-flow measurement reads activations of the forward pass. `sharing` matters only with
-    several processes.
+    `auto` means captured or, with several processes, eager. A captured step is compiled if that
+    saves time in stages of `steps` steps, counted over the runs that are assumed to share the
+    compiled code (`CompileCost.pays`). `watches_inside`: whether the gradient-flow measurement
+    reads activations of the forward pass. `sharing` matters only with several processes.
     """
     if wanted == "eager":
         return Choice("eager", False, "asked for")

@@ -28,7 +28,7 @@ from frostlab.training.step.eager import Outcome
 
 _ALIGNED = 16  # bytes; alignment of each tensor in the input buffer
 _AHEAD = 8  # steps whose inputs may be in transit to the device at once
-_MAX_GRAPHS = 64  # the most graphs of measured steps, and of other steps: each holds memory
+_MAX_GRAPHS = 64  # the most graphs of measured steps, and of all others: each takes memory
 # A function that records the kernels of another function, and returns a function to replay them.
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 
@@ -51,7 +51,7 @@ class CapturedStep(CompiledStep):
     def __init__(self, *settings: Any, record: Record | None = None, **options: Any) -> None:
         super().__init__(*settings, **options)
         scales = {group.get("lr_scale", 1.0) for group in self.optimizer.param_groups}
-        self._rates = {  # learning rates by their scale, on the device, where graphs read them
+        self._rates = {  # scale → learning rate, on the device, where graphs read it
             scale: torch.zeros((), device=self.device) for scale in sorted(scales)
         }
         self._graphs: dict[Any, _CapturedGraph] = {}
@@ -168,8 +168,8 @@ class CapturedStep(CompiledStep):
 class _Recorder:
     """A recorder of CUDA graphs that share one memory pool.
 
-    `reduces`: whether the graphs hold an all-reduce. A thread of torch's process group then asks
-    for events of NCCL at any time, which must not break the recording.
+    `reduces`: whether the graphs hold an all-reduce. A thread of torch's process group may then
+    query NCCL's events at any time, which must not break the recording.
     """
 
     def __init__(self, device: torch.device, reduces: bool = False) -> None:

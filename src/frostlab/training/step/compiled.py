@@ -138,7 +138,7 @@ def compile_layers(objective: nn.Module) -> None:
 
 @contextmanager
 def _raised_recompile_limit() -> Iterator[None]:
-    """Raise torch's limit of recompilations: all modules of a model together count as one."""
+    """Raise torch's limit of recompilations, which counts those of all modules together."""
     import torch._dynamo  # imported here because it takes seconds
 
     limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
@@ -222,7 +222,7 @@ def _as_linear(node: Node) -> _Linear | None:
     return _Linear(node, x, weights, learns.pop())
 
 
-# In-place operators such as iadd; other names with an i, such as index, do no harm here.
+# In-place operators such as iadd; other names that begin with i, such as index, do no harm.
 _IN_PLACE = {"setitem", *(name for name in dir(operator) if name[:1] == "i")}
 
 

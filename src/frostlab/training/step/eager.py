@@ -147,7 +147,7 @@ class EagerStep:
 
     @contextmanager
     def gradients_now(self, parts: list[Batch], scored: int) -> Iterator[Gradient]:
-        """Compute gradients without taking a step; inside, they can be read by parameter.
+        """Compute gradients without taking a step; yield a function that returns a parameter's.
 
         They are computed from this batch with the current weights, before clipping. Graphs of
         captured steps are not used, because their gradients lie in memory that other kernels
@@ -176,7 +176,7 @@ class EagerStep:
 
     def _backward(self, objective: nn.Module, parts: list[Batch], scored: int | Tensor) -> Tensor:
         total = torch.zeros((), device=self.device)
-        # DDP and FSDP average gradients, so each process multiplies by their number
+        # DDP and FSDP average gradients, so each process multiplies by the number of processes
         averaged = self.compute.world.size if self.gradient_sum is None else 1
         factor = torch.full((), float(averaged), device=self.device) / scored
         for i, part in enumerate(parts):
@@ -209,7 +209,7 @@ class EagerStep:
         return total, _clip_factor(total, self.clip), broken
 
     def _gradients(self, p: nn.Parameter) -> list[Tensor]:
-        """Return a parameter's gradient in pieces, which no kernel has to join."""
+        """Return a parameter's gradient in pieces: joining them would take a kernel."""
         if self.copies is not None:
             return [gradient for gradient, _ in self.copies.pieces(p)]
         return [] if p.grad is None else [p.grad]

@@ -25,7 +25,7 @@ from frostlab.training.batches.batch import IGNORED
 CPU_CHUNK = 64 * 2**20
 GPU_CHUNK = 1 / 64  # as a fraction of the device's memory
 KEPT = "kept"  # attribute of a head, while a step keeps a bf16 copy of its weight
-_ALIGNED = 64  # on a GPU, logits are padded to a multiple of this, to keep products fast
+_ALIGNED = 64  # on a GPU, the columns of logits are padded to a multiple of this, for fast products
 
 
 def _skipped_by_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,10 +92,11 @@ _expected: list[Tensor | None] = [None]
 
 @contextmanager
 def expect_gradient(gradient: Tensor) -> Iterator[None]:
-    """Announce the gradient of the losses that are computed in this context.
+    """Announce the upstream gradient with which backward of the losses will be called.
 
-    On a GPU, the forward pass multiplies the gradients by it where that costs nothing. If backward
-    is then called with this very tensor, it need not scale them; otherwise it corrects them.
+    On a GPU, the forward pass already multiplies the gradients by it, which costs nothing in the
+    fused kernel. If backward is then called with this very tensor, it need not scale them;
+    otherwise it corrects them.
     """
     _expected.append(gradient)
     try:
@@ -177,7 +178,7 @@ class TiedGradient:
 
     @contextmanager
     def embedding_of(self, model: nn.Module, weight: Tensor) -> Iterator[None]:
-        """Let the embedding of a model that has this weight, if any, take part in this context."""
+        """Let the model's embedding with this weight, if any, use `gradient` in this context."""
         found = (m for m in model.modules() if type(m) is nn.Embedding and m.weight is weight)
         embedding = next(found, None)
         if embedding is None or not _is_plain(embedding) or not torch.is_grad_enabled():
@@ -192,7 +193,7 @@ class TiedGradient:
 
 
 def _is_plain(embedding: nn.Embedding) -> bool:
-    """Return whether the gradient of an embedding is the sum of its rows' gradients."""
+    """Return whether an embedding's gradient is a plain sum over the tokens that it has read."""
     unusual = embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse
     return embedding.padding_idx is None and not unusual
 
@@ -222,13 +223,14 @@ class _TiedEmbedding(torch.autograd.Function):
 
 
 def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """Add rows to the rows `ids` of a total; equal ids are added in a fixed order on a GPU, too.
+    """Add rows to the rows `ids` of a total; those of equal ids in a fixed order, even on a GPU.
 
     Torch's kernel for the gradient of an embedding sums the rows of each id, in a table with a row
     for each id that occurs. The rows of that table are then added to different rows of the total.
     """
     ordered, places = ids.sort()
-    numbers = F.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))  # of the ids in their order
+    # the index of each ordered id among the distinct ids
+    numbers = F.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))
     size = min(len(ids), len(total))
     inverse = torch.empty_like(ids).scatter_(0, places, numbers)
     sums = torch.ops.aten.embedding_dense_backward(rows, inverse, size, -1, False)

@@ -35,7 +35,10 @@ class Supervision:
 
 
 def language_stack(model: nn.Module, asked: str) -> Stack:
-    """Return a language model as a stack of layers; refuse one that `asked` does not support."""
+    """Return a language model's stack of layers, which the setting or feature `asked` needs.
+
+    A model that cannot be taken apart is refused.
+    """
     stack = take_apart(model)
     if stack is None or stack.classifies or type(stack.head) is not nn.Linear:
         raise BadInput(f"{asked} does not support {type(model).__name__}; it supports {_SUPPORTED}")

@@ -184,8 +184,8 @@ class KernelAdamW(torch.optim.AdamW):
         self._spare_tables: list[Tensor] = []  # empty tables for the next graph
         self._layouts: dict[Any, list[Tensor]] = {}  # results of `_block_layout`
 
-    # Torch's versions of the next two methods import torch's compiler, which takes a second or
-    # more; the functions that they decorate do not need it.
+    # Torch decorates the next two methods with functions that import its compiler, which takes a
+    # second or more; the methods themselves do not need it.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         _undecorated("add_param_group")(self, param_group)
@@ -317,7 +317,7 @@ class KernelAdamW(torch.optim.AdamW):
 
 
 def _undecorated(name: str) -> Callable[..., None]:
-    """Return the function of torch's `Optimizer` that a method with this name decorates."""
+    """Return a method of torch's `Optimizer` without its decorator."""
     method = getattr(torch.optim.Optimizer, name)
     function: Callable[..., None] = getattr(method, "__wrapped__", method)
     return function
@@ -332,7 +332,7 @@ class _Row:
     gradient: Tensor  # of the stretch
     copy: Tensor | None  # where the kernel writes the stretch in bf16
     group: dict[str, Any]
-    place: int  # of the parameter among the optimizer's
+    place: int  # index of the parameter among the optimizer's parameters
 
     @property
     def even(self) -> bool:
@@ -464,7 +464,7 @@ class Bf16Copies:
         return torch.cat(gradients) if len(gradients) > 1 else next(iter(gradients), None)
 
     def refresh(self) -> None:
-        """Copy the parameters that changed outside the optimizer, and set every `requires_grad`."""
+        """Copy the parameters that changed outside the optimizer, and their `requires_grad`."""
         stale = [entry for entry in self._entries if entry.parameter._version != entry.version]
         targets, sources = list[Tensor](), list[Tensor]()
         for entry in stale:

@@ -1,0 +1,595 @@
+"""The attentions of a traced model: which rows of which parameters each head is computed from.
+
+An attention is torch's fused attention, or it is written out: a product of two activations (the
+scores), its softmax (the probabilities), and the product of that with a third activation. Its sides
+are the operands: query, key and value. A head's rows are found from gradients: the gradient of its
+query with respect to a weight is non-zero exactly on the rows that the query is computed from.
+"""
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from frostlab.errors import UnknownArchitecture
+from frostlab.roles.tracing.dependence import Group, find_groups, touched
+from frostlab.roles.tracing.directions import query_operand, sums_along
+from frostlab.roles.tracing.graph import Contraction, Graph, Node, shape_at
+from frostlab.roles.tracing.trace import Use
+
+SIDES = ("query", "key", "value")
+_DISTANCES = ("Cdist", "EuclideanDist")
+_DEPTH = 3  # most projections, one after another, that are followed back from a side
+# With one activation among their inputs, these may come between the softmax and the values.
+_ONE_SIDED = {"Mul", "Div", "Add", "Sub", "MaskedFill", "Where", "NativeDropout", "Addcmul"}
+SHAPES = {
+    "View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute", "T", "Expand", "Squeeze",
+    "Unsqueeze", "Slice", "Select", "Split", "SplitWithSizes", "UnsafeSplit", "Unbind", "Cat",
+    "Stack", "Clone", "ToCopy", "Alias", "Repeat", "Index", "IndexSelect", "Gather", "Roll", "Flip",
+    "Unfold", "AsStrided", "ConstantPadNd", "CopySlices", "Copy", "MaskedFill", "Where", "Scatter",
+    "IndexPut", "Tril", "Triu", "SliceScatter",
+}  # fmt: skip
+
+
+@dataclass(eq=False)
+class Side:
+    """The query, key or value of an attention."""
+
+    role: str
+    edge: GradientEdge
+    operand: int  # which operand of the node it is
+    feature_axis: int
+    contractions: list[Contraction] = field(default_factory=list)
+    bare: list[Use] = field(default_factory=list)  # parameters used without a projection
+    sources: set[Node] = field(default_factory=set)  # where its projections' inputs come from
+    groups: list[Group] = field(default_factory=list)
+    factors: dict[int, "Factor"] = field(default_factory=dict)  # node id → earlier projection
+
+
+@dataclass(eq=False)
+class Factor:
+    """An earlier projection of a low-rank side, the sides that use it, and which rows they use."""
+
+    contraction: Contraction
+    roles: set[str]
+    rows: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Attention:
+    """One execution of an attention; if its scores are a sum of products, one of these."""
+
+    sides: dict[str, Side]
+    core: Node  # the node whose operands are the query and the key
+    place: int  # number of the node of the softmax or of the fused attention
+    result: Node  # the product with the values; `core` if another Attention has the values
+    position: list[Contraction] = field(default_factory=list)  # projections of positions
+    added: list[Use] = field(default_factory=list)  # parameters that shift or scale the scores
+    lookups: list[Contraction] = field(default_factory=list)  # contractions that enter the scores
+    factors: list[Factor] = field(default_factory=list)
+    cross: bool = False  # whether keys come from another sequence than queries
+
+
+class Attentions:
+    """All attentions of a graph, in the order in which they ran."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.found: list[Attention] = []
+        self.core: set[Node] = set()  # their softmaxes, products and fused attentions
+        self.projections: set[Node] = set()  # nodes that make queries, keys and values
+        pending: list[tuple[Node, Any]] = []
+        unread: list[Node] = []  # softmaxes that do not look like an attention's
+        for node in graph.order:
+            if graph.is_fused_attention(node):
+                self.core.add(node)
+                pending.append((node, None))
+            elif graph.is_softmax(node):
+                products = self._value_products(node)
+                scores = self._scores(node)
+                if products and scores:
+                    self.core |= {node, *(p for p, _ in products), *scores}
+                    pending.append((node, (products, scores)))
+                else:
+                    unread.append(node)
+            elif graph.kind(node) == "LogSoftmax":
+                unread.append(node)
+        self.weighing = set(self._weighed_experts(unread))
+        self._refuse_hidden(unread)
+        self._free = self._escaping()
+        self._hubs: dict[Node, bool] = {}
+        for node, parts in pending:
+            self.found += self._fused(node) if parts is None else self._written(node, *parts)
+        for attention in self.found:
+            for side in attention.sides.values():
+                self._read_side(side)
+                self.projections |= {contraction.node for contraction in side.contractions}
+        for attention in self.found:
+            attention.cross = self._is_cross(attention)
+            self._read_factors(attention)
+            for side in attention.sides.values():
+                side.groups = list(
+                    find_groups(graph, side.edge, side.feature_axis, side.contractions, side.bare)
+                )
+
+    def _refuse_hidden(self, softmaxes: list[Node]) -> None:
+        """Raise an error for an attention in a form that cannot be read."""
+        graph = self.graph
+        for node in graph.order:
+            if graph.is_custom(node) and self.graph.activations(node) == len(SIDES):
+                raise UnknownArchitecture(
+                    f"{self._where(node)} calls {graph.kind(node)} with three activations: it may "
+                    "be an attention, but what it does with them is not seen"
+                )
+            if graph.kind(node) == "Exp" and self._value_products(node):
+                scores = [p for p in self._scores(node) if None not in graph.operands(p)]
+                if scores:
+                    raise UnknownArchitecture(
+                        f"{self._where(node)} multiplies the exponentials of a product of two "
+                        "activations by a third, which is not an attention in a form that can be "
+                        "read: use torch's softmax"
+                    )
+        for node in softmaxes:
+            weighs = bool(self._value_products(node)) or self._weighs_mixed(node)
+            if self._weighs_pairs(node, weighs) and (weighs or self._meets_others(node)):
+                raise UnknownArchitecture(
+                    f"{self._where(node)} has a softmax over pairs of vectors that is not an "
+                    "attention in a form that can be read (a matrix product of queries and keys, "
+                    "a softmax, and its matrix product with values)"
+                )
+
+    def _weighed_experts(self, softmaxes: list[Node]) -> Iterator[Node]:
+        """Yield products that weigh vectors of one token by a softmax, such as experts' results."""
+        for softmax in softmaxes:
+            for product, operand in self._value_products(softmax):
+                edge = self.graph.operands(product)[operand]
+                if edge is not None and shape_at(edge)[-2 if operand == 0 else -1] == 1:
+                    yield product
+
+    def _weighs_mixed(self, softmax: Node) -> bool:
+        """Return whether a softmax's probabilities are projected before the product with values.
+
+        Talking-heads attention does so, to mix the heads.
+        """
+        graph = self.graph
+
+        def stop(node: Node) -> bool:
+            return not self._passes(node)
+
+        mixed = [
+            n for n, stopped in graph.after([softmax], stop) if stopped and graph.contraction(n)
+        ]
+        return any(graph.is_product(n) for n, stopped in graph.after(mixed, stop) if stopped)
+
+    def _where(self, node: Node) -> str:
+        return self.graph.module(node) or "its forward pass"
+
+    def _weighs_pairs(self, softmax: Node, through: bool) -> bool:
+        """Return whether each score of a softmax is computed from a pair of vectors.
+
+        Args:
+            through: whether to look for the pairs behind a projection of the scores, too.
+        """
+        graph = self.graph
+        start = graph.edge(softmax, 0)
+        starts = [] if start is None else [start]
+
+        def stop(node: Node) -> bool:
+            return graph.is_mixing(node) or graph.contraction(node) is not None
+
+        for _ in range(2 if through else 1):
+            behind: list[GradientEdge] = []
+            for edge in starts:
+                for node, stopped in graph.before(edge, stop):
+                    known = node in self.core or node in self.weighing
+                    if self._pairs(node) or (graph.is_product(node) and not known):
+                        return True
+                    contraction = graph.contraction(node) if stopped else None
+                    if contraction is not None and contraction.activation is not None:
+                        behind.append(contraction.activation)
+            starts = behind
+        return False
+
+    def _pairs(self, node: Node) -> bool:
+        """Return whether a node combines every vector of one activation with each of another."""
+        graph = self.graph
+        if graph.kind(node) in _DISTANCES:
+            return True
+        if graph.kind(node) not in ("Mul", "Add", "Sub") or self.graph.activations(node) < 2:
+            return False
+        edges = [graph.edge(node, index) for index in (0, 1)]
+        shapes = [shape_at(edge) for edge in edges if edge is not None]
+        if len(shapes) < 2 or len(shapes[0]) != len(shapes[1]):
+            return False
+        sizes = list(zip(*shapes, strict=True))
+        return any(a == 1 < b for a, b in sizes) and any(b == 1 < a for a, b in sizes)
+
+    def _meets_others(self, softmax: Node) -> bool:
+        """Return whether anything after a softmax uses a second activation or a weight."""
+        graph = self.graph
+        return any(
+            self.graph.activations(node) > 1 or graph.contraction(node) is not None
+            for node, _ in graph.after([softmax], lambda n: False)
+        )
+
+    def _escaping(self) -> dict[Node, bool]:
+        """Return node → whether its value reaches an output without going through a core."""
+        graph = self.graph
+        free: dict[Node, bool] = {}
+        leaves = [node for node in graph.order if not node.next_functions]
+        inner = [node for node in graph.order if node.next_functions]
+        for node in [*reversed(inner), *leaves]:
+            free[node] = node in graph.outputs or any(
+                free.get(consumer, False) and consumer not in self.core
+                for consumer, _ in graph.consumers.get(node, [])
+            )
+        return free
+
+    def _value_products(self, softmax: Node) -> list[tuple[Node, int]]:
+        """Return the products with a softmax's probabilities, and which operand those are."""
+        graph = self.graph
+        found, seen = [], set()
+        pending = list(graph.consumers.get(softmax, []))
+        while pending:
+            node, index = pending.pop()
+            if (node, index) in seen:
+                continue
+            seen.add((node, index))
+            if graph.is_product(node):
+                left = graph.operands(node)[0]
+                operand = 0 if left is not None and self._comes_from(left.node, softmax) else 1
+                found.append((node, operand))
+            elif self._passes(node):
+                pending += graph.consumers.get(node, [])
+        return found
+
+    def _comes_from(self, node: Node, softmax: Node) -> bool:
+        for passed, _ in self.graph.before(
+            node, lambda n: n is not softmax and not self._passes(n)
+        ):
+            if passed is softmax:
+                return True
+        return False
+
+    def _passes(self, node: Node) -> bool:
+        """Return whether a node only changes the shape, the mask or the scale of one activation."""
+        kind = self.graph.kind(node)
+        if kind in SHAPES:
+            return True
+        return kind in _ONE_SIDED and self.graph.activations(node) <= 1
+
+    def _scores(self, softmax: Node) -> list[Node]:
+        """Return the products that a softmax's scores are made of."""
+        graph = self.graph
+        start = graph.edge(softmax, 0)
+        if start is None:
+            return []
+
+        def stop(node: Node) -> bool:
+            return graph.is_mixing(node) or graph.contraction(node) is not None
+
+        return [n for n, stopped in graph.before(start, stop) if stopped and graph.is_product(n)]
+
+    def _fused(self, node: Node) -> list[Attention]:
+        sides = {}
+        for index, role in enumerate(SIDES):
+            edge = self.graph.edge(node, index)
+            if edge is not None:
+                sides[role] = Side(role, edge, index, len(shape_at(edge)) - 1)
+        return [Attention(sides, node, node._sequence_nr(), node)]
+
+    def _written(
+        self, softmax: Node, products: list[tuple[Node, int]], scores: list[Node]
+    ) -> list[Attention]:
+        """Read an attention that is written out; its scores may be a sum of several products."""
+        graph = self.graph
+        position: list[Contraction] = []
+        found: list[Attention] = []
+        every: list[dict[str, Side]] = []
+        hidden = False
+        added: list[Use] = []
+        for product in scores:
+            edges = graph.operands(product)
+            if edges[0] is None or edges[1] is None:
+                added += (uses := graph.parameters_alone(product))
+                hidden = hidden or not uses
+                continue
+            asks = query_operand(graph, softmax, product)
+            if asks is None:
+                raise UnknownArchitecture(
+                    f"{self._where(softmax)} does not show which side of its attention is the "
+                    "query: pass a batch with more tokens"
+                )
+            sides: dict[str, Side] = {}
+            for operand, edge in enumerate(edges):
+                assert edge is not None
+                role = "query" if operand == asks else "key"
+                axis = len(shape_at(edge)) - (1 if operand == 0 else 2)
+                sides[role] = Side(role, edge, operand, axis)
+            projected = {role: self._positions_of(side) for role, side in sides.items()}
+            kept = {role: side for role, side in sides.items() if not projected[role]}
+            if kept:
+                found.append(Attention(kept, product, softmax._sequence_nr(), product))
+                every.append(sides)
+                position += [c for role in sides for c in projected[role]]
+        whole = [attention for attention in found if len(attention.sides) == 2]
+        if found and not whole:  # not positions, then, but a learned query
+            position.clear()
+            for attention, sides in zip(found, every, strict=True):
+                attention.sides = sides
+            whole = found
+        if not whole and hidden:
+            raise UnknownArchitecture(
+                f"{self._where(softmax)} computes the queries or the keys of an attention without "
+                "gradients, or as a mean, so where they come from is not seen"
+            )
+        if not whole:
+            return []
+        values: list[tuple[Side, Node, set[Node]]] = []  # each with its product and projections
+        for value_product, operand in products:
+            edge = graph.operands(value_product)[1 - operand]
+            if edge is None:
+                continue
+            if not sums_along(softmax, value_product):
+                raise UnknownArchitecture(
+                    f"{self._where(softmax)} has a softmax along one axis and sums the values "
+                    "along another, so which side is the query cannot be told"
+                )
+            axis = len(shape_at(edge)) - (1 if operand == 0 else 2)
+            value = Side("value", edge, 1 - operand, axis)
+            values.append((value, value_product, self._projections(edge)))
+        values = [entry for entry in values if entry[2]] or values
+        if len({frozenset(entry[2]) for entry in values}) > 1:
+            raise UnknownArchitecture(
+                f"{self._where(softmax)} multiplies the result of one softmax by several values"
+            )
+        for value, value_product, _ in values[:1]:
+            whole[0].sides["value"], whole[0].result = value, value_product
+        for attention in found:
+            attention.position = position
+        whole[0].added += added
+        start = graph.edge(softmax, 0)
+        assert start is not None
+        for node, stopped in graph.before(
+            start, lambda n: graph.is_mixing(n) or graph.contraction(n) is not None
+        ):
+            contraction = graph.contraction(node) if stopped else None
+            if contraction is not None:
+                whole[0].lookups.append(contraction)
+            elif (use := graph.use(node)) is not None:
+                whole[0].added.append(use)
+        return found
+
+    def _positions_of(self, side: Side) -> list[Contraction]:
+        """Return the projections of an operand that is computed from parameters alone."""
+        graph = self.graph
+        found = []
+
+        def stop(node: Node) -> bool:
+            return (
+                graph.is_mixing(node)
+                or graph.contraction(node) is not None
+                or not node.next_functions
+            )
+
+        for node, stopped in graph.before(side.edge, stop):
+            if not stopped:
+                continue
+            contraction = graph.contraction(node)
+            if contraction is None:
+                if graph.use(node) is None:
+                    return []
+                continue
+            activation = contraction.activation
+            if activation is not None and not graph.weight_only(activation.node):
+                return []
+            found.append(contraction)
+        return found
+
+    def _projections(self, start: GradientEdge | Node) -> set[Node]:
+        """Return the nearest contractions before a value, none from before an attention's core."""
+        graph = self.graph
+
+        def stop(node: Node) -> bool:
+            return graph.contraction(node) is not None or node in self.core
+
+        walk = graph.before(start, stop)
+        return {node for node, stopped in walk if stopped and graph.contraction(node) is not None}
+
+    def _read_side(self, side: Side) -> None:
+        """Find the projections of a side: the first contractions on the way back."""
+        graph = self.graph
+        made: Node = None  # a product of two activations, outside the attentions
+        for node, stopped in graph.before(side.edge, self._stops):
+            if not stopped:
+                continue
+            contraction = graph.contraction(node)
+            if contraction is not None and contraction.kind != "lookup":
+                side.contractions.append(contraction)
+                side.sources |= self._sources(contraction)
+            elif contraction is not None or self.is_hub(node) or graph.is_input(node):
+                side.sources.add(node)
+            elif graph.weight_only(node):
+                side.bare += graph.uses_below(node)
+            elif graph.is_product(node) and node not in self.core:
+                made = node
+        if made is not None and not side.contractions and self._projections(made):
+            raise UnknownArchitecture(
+                f"{self._where(made)} computes the {side.role} of an attention as a product of two "
+                "computed matrices, so its weights cannot be told"
+            )
+
+    def _is_cross(self, attention: Attention) -> bool:
+        """Return whether keys come from another sequence than queries, or the query is learned.
+
+        Keys of an earlier layer, or of a longer sequence that the queries were pooled from, do not
+        count as another sequence.
+        """
+        query, key = attention.sides.get("query"), attention.sides.get("key")
+        if query is None or key is None or not key.sources or query.sources & key.sources:
+            return False
+        graph = self.graph
+
+        def stop(node: Node) -> bool:
+            return graph.contraction(node) is not None or graph.is_mixing(node)
+
+        # A first projection of a low-rank query may have other uses, too: what it is applied to.
+        first = [graph.contraction(node) for node in query.sources if node in graph.nodes]
+        sources = query.sources.union(*(self._sources(c) for c in first if c and c.is_projection))
+        nodes = [source for source in sources if source in graph.nodes]
+        if any(found in key.sources for source in nodes for found, _ in graph.before(source, stop)):
+            return False
+        return not self._summed(sources) & self._summed(key.sources)
+
+    def _summed(self, sources: set[Node]) -> set[Node]:
+        """Return the sources or, of sums, their terms without positions: x instead of x + p."""
+        graph = self.graph
+        found = {source for source in sources if source not in graph.nodes}
+        for source in sources & graph.nodes.keys():
+            parents = [p for p, _ in source.next_functions if p is not None]
+            for parent in parents if graph.kind(source) == "Add" else [source]:
+                for node, stopped in graph.before(parent, self._ends):
+                    if stopped and not graph.weight_only(node) and not graph.is_of_positions(node):
+                        found.add(node)
+        return found
+
+    def _stops(self, node: Node) -> bool:
+        graph = self.graph
+        return (
+            graph.contraction(node) is not None
+            or graph.is_mixing(node)
+            or graph.weight_only(node)
+            or not node.next_functions
+            or self.is_hub(node)
+        )
+
+    def escapes(self, node: Node) -> bool:
+        """Return whether a value reaches an output without going through an attention's core."""
+        return self._free[node]
+
+    def is_hub(self, node: Node) -> bool:
+        """Return whether activations of different origins meet here and escape, as residuals do."""
+        if node not in self._hubs:
+            self._hubs[node] = (
+                self._free[node] and self.graph.activations(node) > 1 and self._has_origins(node)
+            )
+        return self._hubs[node]
+
+    def refuse_powers(self, known: Container[int]) -> None:
+        """Raise an error if probabilities are multiplied by one another before the values.
+
+        Args:
+            known: ids of the parameters that the attentions claim.
+        """
+        graph = self.graph
+        for attention in self.found:
+            value = attention.sides.get("value")
+            if value is None or value.contractions:
+                continue
+            walk = graph.after([attention.result], lambda n: graph.contraction(n) is not None)
+            for node in [n for n, stopped in walk if not stopped and graph.is_product(n)]:
+                for edge in filter(None, graph.operands(node)):
+                    found = [graph.contraction(n) for n in self._projections(edge)]
+                    uses = [use for c in found if c is not None for use in c.weights]
+                    if any(use.parameter not in known for use in uses):
+                        raise UnknownArchitecture(
+                            f"{self._where(node)} multiplies the probabilities of an attention by "
+                            "one another before the values"
+                        )
+
+    def _has_origins(self, node: Node) -> bool:
+        """Return whether a node is computed from more than one contraction, attention or input."""
+        graph, origins = self.graph, set()
+
+        def stop(other: Node) -> bool:
+            return (
+                graph.contraction(other) is not None
+                or graph.is_mixing(other)
+                or not other.next_functions
+                or graph.weight_only(other)
+            )
+
+        for found, stopped in graph.before(node, stop):
+            if stopped and not (graph.weight_only(found) and graph.contraction(found) is None):
+                origins.add(found)
+                if len(origins) > 1:
+                    return True
+        return False
+
+    def _sources(self, contraction: Contraction) -> set[Node]:
+        """Return the nodes, or ids of parameters, that a contraction's input is computed from."""
+        graph = self.graph
+        if contraction.activation is None:
+            return set()  # a constant, such as the zeros that a decoder begins with
+        if graph.weight_only(contraction.activation.node):
+            return {use.parameter for use in graph.uses_below(contraction.activation.node)}
+        found: set[Node] = set()
+        pending = [contraction.activation]
+        for _ in range(_DEPTH):
+            later: list[GradientEdge] = []
+            for edge in pending:
+                for node, stopped in graph.before(edge, lambda n: self._ends(n)):
+                    if not stopped or (graph.weight_only(node) and not graph.is_input(node)):
+                        continue
+                    earlier = graph.contraction(node)
+                    confined = earlier is not None and not self._free[node]
+                    if confined and earlier is not None and earlier.activation is not None:
+                        later.append(earlier.activation)
+                    else:
+                        found.add(node)
+            pending = later
+        return found
+
+    def _ends(self, node: Node) -> bool:
+        """Return whether a walk back from a projection ends here, as where activations meet."""
+        graph = self.graph
+        return (
+            graph.contraction(node) is not None
+            or graph.is_mixing(node)
+            or not node.next_functions
+            or graph.weight_only(node)
+            or (self.graph.activations(node) > 1 and self._has_origins(node))
+        )
+
+    def _feeds_others(self, node: Node, attention: Attention) -> bool:
+        """Return whether a value goes into other attentions, too, as an encoder's result does."""
+        cores = {node for other in self.found if other.place != attention.place
+                 for node in (other.core, other.result)}  # fmt: skip
+        return any(n in cores for n, _ in self.graph.after([node], lambda n: n in self.core))
+
+    def _read_factors(self, attention: Attention) -> None:
+        """Find the earlier projections of low-rank sides: those that feed some sides, not all."""
+        graph = self.graph
+        known: dict[Node, Factor] = {}
+        for role, side in attention.sides.items():
+            level = list(side.contractions)
+            for _ in range(_DEPTH):
+                earlier: list[Contraction] = []
+                for contraction in level:
+                    if contraction.activation is None:
+                        continue
+                    for node, stopped in graph.before(contraction.activation, self._ends):
+                        found = graph.contraction(node) if stopped else None
+                        if found is None or not found.is_projection or self._free[node]:
+                            continue
+                        if node not in known and self._feeds_others(node, attention):
+                            continue
+                        factor = known.setdefault(node, Factor(found, set()))
+                        factor.roles.add(role)
+                        side.factors[id(node)] = factor
+                        rows = touched(contraction.activation, [*found.weights, *found.bias])
+                        for key, axes in rows.items():
+                            before = factor.rows.get(key)
+                            factor.rows[key] = axes if before is None else tuple(
+                                a | b for a, b in zip(before, axes, strict=True)
+                            )  # fmt: skip
+                        earlier.append(found)
+                level = earlier
+        attention.factors = [
+            factor for factor in known.values()
+            if len(factor.roles) < len(attention.sides)
+            # What keys and values of cross-attention share is a projection of the other sequence.
+            and not (attention.cross and factor.roles == {"key", "value"})
+        ]  # fmt: skip

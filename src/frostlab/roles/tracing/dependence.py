@@ -1,0 +1,281 @@
+"""Which rows of which parameters a value depends on, read from where gradients are not zero.
+
+The gradient of one vector, such as the query of one head at one token, is non-zero exactly on the
+rows of the weights that it is computed from. Vectors with the same rows form a head.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from frostlab.errors import UnknownArchitecture
+from frostlab.roles.tracing.graph import Contraction, Graph, device_at, dtype_at, shape_at
+from frostlab.roles.tracing.trace import Use
+
+# id of an alias → for each of its axes, at which indices there is a gradient
+Touched = dict[int, tuple[Tensor, ...]]
+Key = tuple[tuple[int, tuple[bytes, ...]], ...]  # a Touched that can be compared
+_MOST_STARTS = 32  # most vectors of a side around which heads are searched for
+_LONG = 16  # along an axis longer than this, a few vectors may stand for all
+
+
+@dataclass(frozen=True)
+class Group:
+    """Vectors of a side that are computed from the same rows: a head."""
+
+    vectors: tuple[tuple[int, ...], ...]  # indices of some of them, without the feature axis
+    rows: Touched
+
+
+def touched(edge: GradientEdge, uses: Sequence[Use], seed: Tensor | None = None) -> Touched:
+    """Return on which rows of these parameters the value at an edge depends, along each axis.
+
+    With a seed (an upstream gradient), only entries at which it is not zero count.
+    """
+    seed = _random_seed(edge) if seed is None else seed
+    rows = {}
+    for use, grad in zip(uses, gradients(edge, [u.alias for u in uses], seed), strict=True):
+        if grad is None:
+            continue
+        mask = grad.ne(0).cpu()
+        if mask.any():
+            rows[id(use.alias)] = tuple(
+                mask.movedim(axis, 0).flatten(1).any(1) if mask.ndim > 1 else mask
+                for axis in range(max(mask.ndim, 1))
+            )
+    return rows
+
+
+def _touched_outputs(
+    graph: Graph, edge: GradientEdge, contractions: Sequence[Contraction], seed: Tensor
+) -> Touched:
+    """Return what `touched` does, for plain projections and faster: from their outputs' gradients.
+
+    Column r of such an output is computed from row r of the weight and of the bias.
+    """
+    rows: dict[int, tuple[Tensor, ...]] = {}
+    outputs = [GradientEdge(contraction.node, 0) for contraction in contractions]
+    grads = gradients(edge, outputs, seed)
+    for contraction, grad in zip(contractions, grads, strict=True):
+        if grad is None or not (mask := grad.ne(0).any(0)).any():
+            continue
+        (weight,) = contraction.weights
+        axes = [torch.ones(n, dtype=torch.bool) for n in weight.alias.shape]
+        axes[output_axis(graph, contraction)] = mask.cpu()
+        rows[id(weight.alias)] = tuple(axes)
+        for use in _plain_bias(graph, contraction):
+            rows[id(use.alias)] = (mask.cpu(),)
+    return rows
+
+
+def is_plain(graph: Graph, contraction: Contraction) -> bool:
+    """Return whether a contraction is `x @ weight.T` or `x @ weight`, perhaps with a bias."""
+    return (
+        graph.kind(contraction.node) in ("Mm", "Addmm")
+        and len(contraction.weights) == 1
+        and contraction.weights[0].alias.ndim == 2
+        and _weight_kinds(graph, contraction) <= {"AccumulateGrad", "T", "Transpose"}
+    )
+
+
+def _plain_bias(graph: Graph, contraction: Contraction) -> tuple[Use, ...]:
+    """Return the bias, unless it is computed, such as joined from several."""
+    shape = (shape_at(GradientEdge(contraction.node, 0))[1],)
+    parent = contraction.node.next_functions[0][0]
+    given = parent is not None and graph.use(parent) in contraction.bias
+    return contraction.bias if given and contraction.bias[0].alias.shape == shape else ()
+
+
+def _has_padding(contraction: Contraction) -> bool:
+    """Return whether some vectors that a plain projection is applied to are zeros."""
+    node = contraction.node
+    given = getattr(node, "_saved_mat1", None)
+    given = getattr(node, "_saved_self", None) if given is None else given
+    return isinstance(given, Tensor) and not bool(given.any(-1).all())
+
+
+def _weight_kinds(graph: Graph, contraction: Contraction) -> set[str]:
+    parent = contraction.node.next_functions[-1][0]
+    if parent is None or not graph.weight_only(parent):
+        return {"another operand"}
+    return {graph.kind(node) for node, _ in graph.before(parent, lambda n: False)}
+
+
+def output_axis(graph: Graph, contraction: Contraction) -> int:
+    return 0 if _weight_kinds(graph, contraction) & {"T", "Transpose"} else 1
+
+
+class _Side:
+    """A side of an attention: where it enters, and what it is computed from."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        edge: GradientEdge,
+        feature_axis: int,
+        contractions: Sequence[Contraction],
+        bare: Sequence[Use],
+    ) -> None:
+        self.graph, self.edge, self.feature_axis = graph, edge, feature_axis
+        self.plain = [c for c in contractions if is_plain(graph, c)]
+        rest = [c for c in contractions if c not in self.plain]
+        self.uses = [u for c in rest for u in (*c.weights, *c.bias)] + list(bare)
+        self.uses += [u for c in self.plain for u in c.bias if u not in _plain_bias(graph, c)]
+        self.lengths = list(shape_at(edge))  # of all axes but the feature axis
+        del self.lengths[feature_axis]
+        self._known: dict[tuple[int, ...], Touched] = {}
+
+    def rows(self, seed: Tensor) -> Touched:
+        """Return the rows that the vectors with a non-zero seed depend on."""
+        found = _touched_outputs(self.graph, self.edge, self.plain, seed) if self.plain else {}
+        return found | (touched(self.edge, self.uses, seed) if self.uses else {})
+
+    def rows_at(self, place: tuple[int, ...]) -> Touched:
+        """Return the rows that one vector depends on."""
+        if place not in self._known:
+            self._known[place] = self.rows(one_vector(self.edge, self.feature_axis, place))
+        return self._known[place]
+
+    def first(self) -> tuple[int, ...]:
+        """Return the index of the vector to start from: the last, or one that is not padding."""
+        last = tuple(length - 1 for length in self.lengths)
+        if not any(map(_has_padding, self.plain)):
+            return last
+        uses = [use for c in self.plain for use in c.weights]
+
+        def reached(place: tuple[int, ...]) -> int:
+            return len(touched(self.edge, uses, one_vector(self.edge, self.feature_axis, place)))
+
+        middle = tuple(length // 2 for length in self.lengths)
+        return max((last, tuple(0 for _ in last), middle), key=reached)
+
+    def uncovered(self, whole: Touched, known: Sequence[Touched]) -> tuple[int, ...] | None:
+        """Return the index of a vector with rows of `whole` that are not `known`; None if none.
+
+        It is found by bisection, since most vectors may be padding.
+        """
+        if not _adds(whole, known):
+            return None
+        seed = _random_seed(self.edge)
+        start, stop = 0, math.prod(self.lengths)
+        while stop - start > 1:
+            middle = (start + stop) // 2
+            some = torch.zeros(math.prod(self.lengths), dtype=seed.dtype, device=seed.device)
+            some[start:middle] = 1
+            part = seed * some.reshape(self.lengths).unsqueeze(self.feature_axis)
+            if _adds(self.rows(part), known):
+                stop = middle
+            else:
+                start = middle
+        return tuple(int(i) for i in torch.unravel_index(torch.tensor(start), self.lengths))
+
+    def neighbours(self, base: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Yield a vector's index, and the indices that differ from it along one axis.
+
+        Along a long axis, five are enough if they all depend on the same rows, as tokens do. The
+        first 16 and a sample of all are enough if the sample depends on no other rows than these
+        16, as where windows and heads share one axis.
+        """
+        yield base
+        for axis, length in enumerate(self.lengths):
+            places = [(*base[:axis], index, *base[axis + 1 :]) for index in range(length)]
+            if length > _LONG:
+                few = [places[i] for i in (0, 1, 2, length // 2, length - 1)]
+                first = places[:_LONG]
+                spread = [places[i * (length - 1) // 7] for i in range(1, 8)]
+                if len(self._rows_of(few)) == 1:
+                    places = few
+                elif length > 2 * _LONG and self._rows_of(spread) <= self._rows_of(first):
+                    places = [*first, *spread]
+            yield from places
+
+    def _rows_of(self, places: Sequence[tuple[int, ...]]) -> set[Key]:
+        return {_key(self.rows_at(place)) for place in places}
+
+
+def find_groups(
+    graph: Graph,
+    edge: GradientEdge,
+    feature_axis: int,
+    contractions: Sequence[Contraction],
+    bare: Sequence[Use],
+) -> Iterator[Group]:
+    """Yield the heads of a side of an attention: vectors that depend on the same rows.
+
+    Args:
+        edge: where the side enters the attention.
+        feature_axis: the axis of the entries of one vector.
+        contractions: the projections that the side is computed from.
+        bare: further parameters that are added or multiplied.
+    """
+    side = _Side(graph, edge, feature_axis, contractions, bare)
+    whole = side.rows(_random_seed(edge)) if side.uses or side.plain else {}
+    if not whole:
+        return
+    heads: dict[Key, list[tuple[int, ...]]] = {}
+    rows_of: dict[Key, Touched] = {}
+    seen: set[tuple[int, ...]] = set()
+    base: tuple[int, ...] | None = side.first()
+    for _ in range(_MOST_STARTS):
+        if base is None:
+            break
+        for place in side.neighbours(base):
+            rows = {} if place in seen else side.rows_at(place)
+            seen.add(place)
+            if rows:
+                heads.setdefault(_key(rows), []).append(place)
+                rows_of[_key(rows)] = rows
+        base = side.uncovered(whole, list(rows_of.values()))
+    else:
+        raise UnknownArchitecture(
+            "a side of an attention depends on rows for which no head is found"
+        )
+    order = sorted(heads, key=lambda key: min(heads[key]))
+    for key in order:
+        yield Group(tuple(sorted(heads[key])), rows_of[key])
+
+
+def one_vector(edge: GradientEdge, feature_axis: int, place: tuple[int, ...]) -> Tensor:
+    """Return a seed: random values for one vector of the value at an edge, zeros elsewhere."""
+    shape = shape_at(edge)
+    values = torch.randn(shape[feature_axis], generator=torch.Generator().manual_seed(0))
+    seed = torch.zeros(shape, dtype=dtype_at(edge), device=device_at(edge))
+    index: list[Any] = list(place)
+    index.insert(feature_axis, slice(None))
+    seed[tuple(index)] = values.to(seed)
+    return seed
+
+
+def _key(rows: Touched) -> Key:
+    return tuple(
+        sorted((use, tuple(bytes(a.numpy(force=True)) for a in at)) for use, at in rows.items())
+    )
+
+
+def _adds(rows: Touched, known: Sequence[Touched]) -> bool:
+    """Return whether some rows are not among those that are known."""
+    for key, axes in rows.items():
+        for axis, mask in enumerate(axes):
+            new = mask.clone()
+            for other in known:
+                if key in other:
+                    new &= ~other[key][axis]
+            if bool(new.any()):
+                return True
+    return False
+
+
+def _random_seed(edge: GradientEdge) -> Tensor:
+    """Return random values in the shape of the value at an edge."""
+    seed = torch.randn(shape_at(edge), generator=torch.Generator().manual_seed(0))
+    return seed.to(device_at(edge), dtype_at(edge))
+
+
+def gradients(edge: GradientEdge, inputs: Sequence[Any], seed: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the value at an edge, with `seed` as the upstream gradient."""
+    return torch.autograd.grad([edge], list(inputs), [seed], retain_graph=True, allow_unused=True)

@@ -1,0 +1,350 @@
+"""The autograd graph of a watched forward pass: what was computed from what.
+
+A node is an operation; its edges lead to the operations that made its inputs. A contraction is a
+matrix product, a convolution or a lookup in which one operand is computed from parameters alone. A
+product is a matrix product of two activations, as in attention.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+
+from frostlab.roles.tracing.trace import PROJECTIONS, Record, Trace, Use
+
+Node = Any  # a node of autograd's graph
+# operation → which of its inputs are multiplied
+_MATRIX = {"Mm": (0, 1), "Addmm": (1, 2), "Bmm": (0, 1), "Baddbmm": (1, 2), "Mv": (0, 1),
+           "Dot": (0, 1), "GroupedMm": (0, 1), "Addbmm": (1, 2)}  # fmt: skip
+_LOOP = 3  # fewest joined results that can be the states of a loop
+_SOFTMAXES = ("Softmax", "SafeSoftmax")
+ContractionKind = Literal["matrix", "convolution", "lookup"]
+
+
+@dataclass(frozen=True, eq=False)
+class Contraction:
+    """An operation in which parameters meet an activation."""
+
+    node: Node
+    kind: ContractionKind
+    weights: tuple[Use, ...]  # several if the weight is computed from several parameters
+    bias: tuple[Use, ...]
+    activation: GradientEdge | None  # None: no history, as of a constant or of indices
+
+    @property
+    def is_projection(self) -> bool:
+        """Whether it acts on each token by itself."""
+        if self.kind == "convolution":
+            return all(size == 1 for size in self.weights[0].alias.shape[2:])
+        return self.kind == "matrix"
+
+    @property
+    def is_of_constants(self) -> bool:
+        """Whether it is a convolution of a constant: the same values for all samples."""
+        given = getattr(self.node, "_saved_input", None)
+        if self.kind != "convolution" or self.activation is not None:
+            return False
+        return isinstance(given, Tensor) and bool((given == given[:1]).all())
+
+
+class Graph:
+    """The graph of a trace, with what consumes each node."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._inputs = {id(tensor) for tensor in trace.inputs}
+        self._starts = [record.first for record in trace.records]
+        self.nodes: dict[Node, str] = {}
+        # node → the nodes that use its result, and as which of their inputs
+        self.consumers: dict[Node, list[tuple[Node, int]]] = {}
+        self._weight_only: dict[Node, bool] = {}
+        self.outputs = {tensor.grad_fn for tensor in trace.outputs}
+        pending: list[Node] = [tensor.grad_fn for tensor in trace.outputs]
+        while pending:
+            node = pending.pop()
+            if node in self.nodes:
+                continue
+            self.nodes[node] = node.name().rpartition("::")[2].removesuffix("0").removesuffix("1")
+            for index, (parent, _) in enumerate(node.next_functions):
+                if parent is not None:
+                    self.consumers.setdefault(parent, []).append((node, index))
+                    pending.append(parent)
+        self.order = sorted(self.nodes, key=lambda n: n._sequence_nr())
+        self._contractions: dict[Node, Contraction | None] = {}
+
+    def kind(self, node: Node) -> str:
+        """Return the operation of a node, such as Mm or Softmax."""
+        return self.nodes[node].removesuffix("Backward")
+
+    def edge(self, node: Node, index: int) -> GradientEdge | None:
+        """Return the edge to an input of a node; None if that has no history."""
+        parent, number = node.next_functions[index]
+        return None if parent is None else GradientEdge(parent, number)
+
+    def use(self, node: Node) -> Use | None:
+        """Return the use of a parameter that a leaf stands for; None if it stands for none."""
+        variable = getattr(node, "variable", None)
+        return None if variable is None else self.trace.uses.get(id(variable))
+
+    def is_input(self, node: Node) -> bool:
+        """Return whether a leaf of the graph is an input of the model."""
+        return id(getattr(node, "variable", None)) in self._inputs
+
+    def call(self, node: Node) -> int:
+        """Return the number of the call that made a node."""
+        return bisect_right(self._starts, node._sequence_nr()) - 1
+
+    def module(self, node: Node) -> str:
+        """Return the path of the module that made a node."""
+        return self.trace.records[self.call(node)].module
+
+    def weight_only(self, node: Node) -> bool:
+        """Return whether a node is computed from parameters alone.
+
+        Matrix products, convolutions, lookups and softmaxes of parameters do not count.
+        """
+        known = self._weight_only.get(node)
+        if known is not None:
+            return known
+        stack = [node]
+        while stack:
+            current = stack[-1]
+            if current in self._weight_only:
+                stack.pop()
+                continue
+            if not current.next_functions:
+                self._weight_only[current] = self.use(current) is not None
+                stack.pop()
+                continue
+            parents = [p for p, _ in current.next_functions if p is not None]
+            unknown = [p for p in parents if p not in self._weight_only]
+            if unknown:
+                stack += unknown
+                continue
+            name = self.kind(current)
+            computes = name in _MATRIX or name in ("Convolution", "Embedding", *_SOFTMAXES)
+            self._weight_only[current] = (
+                not computes and bool(parents) and all(self._weight_only[p] for p in parents)
+            )
+            stack.pop()
+        return self._weight_only[node]
+
+    def uses_below(self, node: Node) -> tuple[Use, ...]:
+        """Return the uses of parameters that a node is computed from."""
+        found: dict[int, Use] = {}
+        seen, pending = set(), [node]
+        while pending:
+            current = pending.pop()
+            if current in seen:
+                continue
+            seen.add(current)
+            use = self.use(current)
+            if use is not None:
+                found[id(use.alias)] = use
+            pending += [p for p, _ in current.next_functions if p is not None]
+        return tuple(found.values())
+
+    def without_history(self) -> set[int]:
+        """Return ids of parameters whose results are detached or computed without gradients."""
+        trace = self.trace
+        found = {
+            use.parameter
+            for use in trace.uses.values()
+            if trace.records[use.call].name in PROJECTIONS and trace.records[use.call].node is None
+        }
+        for node in trace.cut:
+            for leaf, _ in self.before(node, lambda n: n in self.nodes):
+                use = self.use(leaf)
+                found |= set() if use is None else {use.parameter}
+        return found
+
+    def contraction(self, node: Node) -> Contraction | None:
+        """Return a node as a contraction, or None if no operand is made of parameters alone."""
+        if node not in self._contractions:
+            self._contractions[node] = self._read_contraction(node)
+        return self._contractions[node]
+
+    def _read_contraction(self, node: Node) -> Contraction | None:
+        name = self.kind(node)
+        parents = [p for p, _ in node.next_functions]
+        if name == "Embedding" or name == "EmbeddingBag":
+            if parents[0] is None or not self.weight_only(parents[0]):
+                return None
+            return Contraction(node, "lookup", self.uses_below(parents[0]), (), None)
+        if name == "Convolution":
+            if parents[1] is None or not self.weight_only(parents[1]):
+                return None
+            bias = parents[2] if len(parents) > 2 else None
+            return Contraction(
+                node, "convolution", self.uses_below(parents[1]),
+                () if bias is None else self.uses_below(bias), self.edge(node, 0),
+            )  # fmt: skip
+        if name not in _MATRIX:
+            return None
+        left, right = _MATRIX[name]
+        for weight, other in ((right, left), (left, right)):
+            if parents[weight] is not None and self.weight_only(parents[weight]):
+                bias = parents[0] if left == 1 else None
+                uses = () if bias is None or not self.weight_only(bias) else self.uses_below(bias)
+                return Contraction(
+                    node, "matrix", self.uses_below(parents[weight]), uses, self.edge(node, other)
+                )
+        return None
+
+    def is_of_positions(self, node: Node) -> bool:
+        """Return whether a node looks up embeddings of positions."""
+        contraction = self.contraction(node)
+        looked_up = contraction is not None and contraction.kind == "lookup"
+        return looked_up and counts_up(self.trace.records[self.call(node)])
+
+    def parameters_alone(self, product: Node) -> list[Use]:
+        """Return the parameters of a product with constants, such as a table times one-hot rows.
+
+        The list is empty if the product depends on the model's inputs, too.
+        """
+        found = []
+        for node, _ in self.before(product, lambda n: False):
+            contraction = self.contraction(node)
+            looked_up = contraction is not None and contraction.kind == "lookup"
+            if looked_up or self.is_softmax(node) or self.is_fused_attention(node):
+                return []
+            use = self.use(node)
+            if use is not None:
+                found.append(use)
+            elif not node.next_functions:
+                return []
+        return found
+
+    def is_recurrent(self, node: Node) -> bool:
+        """Return whether a node joins the results of a loop in which each state makes the next.
+
+        Every result then depends on more products than the one before, without a projection
+        between them.
+        """
+        parents = [parent for parent, _ in node.next_functions if parent is not None]
+        if self.kind(node) not in ("Stack", "Cat") or len(parents) < _LOOP:
+            return False
+
+        def stop(other: Node) -> bool:
+            return self.contraction(other) is not None
+
+        steps = [{n for n, _ in self.before(parent, stop)} for parent in parents[:_LOOP]]
+        products = [{n for n in found if self.kind(n) == "Mul"} for found in steps]
+        return all(earlier and earlier & later and len(earlier) < len(later)
+                   for earlier, later in pairwise(products))  # fmt: skip
+
+    def activations(self, node: Node) -> int:
+        """Count the inputs of a node that are not made of parameters alone."""
+        return sum(
+            parent is not None and not self.weight_only(parent) for parent, _ in node.next_functions
+        )
+
+    def is_custom(self, node: Node) -> bool:
+        """Return whether a node is an autograd function that is written in Python."""
+        return isinstance(node, BackwardCFunction)
+
+    def is_product(self, node: Node) -> bool:
+        """Return whether a node multiplies two activations as matrices."""
+        return self.kind(node) in _MATRIX and self.contraction(node) is None
+
+    def operands(self, node: Node) -> tuple[GradientEdge | None, GradientEdge | None]:
+        """Return the edges of a product's two operands."""
+        left, right = _MATRIX[self.kind(node)]
+        return self.edge(node, left), self.edge(node, right)
+
+    def is_softmax(self, node: Node) -> bool:
+        """Return whether a node is a softmax."""
+        return self.kind(node) in _SOFTMAXES
+
+    def is_fused_attention(self, node: Node) -> bool:
+        """Return whether a node is torch's scaled dot-product attention."""
+        return self.kind(node).startswith("ScaledDotProduct")
+
+    def is_mixing(self, node: Node) -> bool:
+        """Return whether a node may be a step of an attention, or is a whole fused one."""
+        return self.is_softmax(node) or self.is_fused_attention(node) or self.is_product(node)
+
+    def is_given(self, edge: GradientEdge) -> bool:
+        """Return whether an activation is computed from inputs alone, without a contraction."""
+        walk = self.before(edge, lambda n: self.contraction(n) is not None)
+        return all(self.is_input(n) for n, stopped in walk if stopped or not n.next_functions)
+
+    def leads_to(self, node: Node, source: Node) -> bool:
+        """Return whether a node is `source`, or follows from it by operations with one input."""
+        while node is not source:
+            parents = [p for p, _ in node.next_functions if p is not None]
+            if len(parents) != 1 or self.contraction(node) is not None:
+                return False
+            node = parents[0]
+        return True
+
+    def before(
+        self, start: GradientEdge | Node, stop: Callable[[Node], bool]
+    ) -> Iterator[tuple[Node, bool]]:
+        """Walk back from an edge; yield each node and whether the walk stopped there."""
+        first = start.node if isinstance(start, GradientEdge) else start
+        seen: set[Node] = set()
+        pending = [first]
+        while pending:
+            node = pending.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            stopped = stop(node)
+            yield node, stopped
+            if not stopped:
+                pending += [p for p, _ in node.next_functions if p is not None]
+
+    def after(
+        self, starts: Iterable[Node], stop: Callable[[Node], bool]
+    ) -> Iterator[tuple[Node, bool]]:
+        """Walk forward from nodes; yield each later node and whether the walk stopped there."""
+        seen: set[Node] = set()
+        pending = [consumer for start in starts for consumer, _ in self.consumers.get(start, [])]
+        while pending:
+            node = pending.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            stopped = stop(node)
+            yield node, stopped
+            if not stopped:
+                pending += [consumer for consumer, _ in self.consumers.get(node, [])]
+
+
+def counts_up(record: Record) -> bool:
+    """Return whether an embedding is looked up at positions: 0, 1, 2, …"""
+    indices = record.indices
+    if indices is None or record.given or indices.numel() < 2 or indices.ndim > 2:
+        return False
+    rows = indices.reshape(-1, indices.shape[-1])
+    if rows.shape[-1] < 3 or not bool((rows == rows[0]).all()):
+        return False
+    steps = rows[0].diff().abs()
+    return float((steps == 1).float().mean()) > 0.6  # padding may come first or last
+
+
+def saved_axis(node: Node, axes: int) -> int:
+    """Return the axis along which a node works, such as a softmax, counted from the first."""
+    dim = getattr(node, "_saved_dim", -1)
+    return int(dim - 2**64 if dim >= 2**63 else dim) % axes
+
+
+def shape_at(edge: GradientEdge) -> tuple[int, ...]:
+    """Return the shape of the value at an edge."""
+    return tuple(edge.node._input_metadata[edge.output_nr].shape)
+
+
+def dtype_at(edge: GradientEdge) -> Any:
+    """Return the dtype of the value at an edge."""
+    return edge.node._input_metadata[edge.output_nr].dtype
+
+
+def device_at(edge: GradientEdge) -> Any:
+    """Return the device of the value at an edge."""
+    return edge.node._input_metadata[edge.output_nr].device

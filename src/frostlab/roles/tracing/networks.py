@@ -1,0 +1,310 @@
+"""Feed-forward networks: two projections with an activation function between them.
+
+In a layer, a projection whose input went through another projection and an activation function is
+`down`, and the other is `up`; if two meet in a product, the one behind the activation function is
+the `gate`. Several of them may be rows of one weight, which may also hold an attention's queries.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from frostlab.roles.tracing.attentions import SHAPES, Attentions
+from frostlab.roles.tracing.claims import Finding
+from frostlab.roles.tracing.dependence import touched
+from frostlab.roles.tracing.graph import (
+    Contraction,
+    Graph,
+    Node,
+    device_at,
+    dtype_at,
+    saved_axis,
+    shape_at,
+)
+from frostlab.roles.tracing.trace import Use
+
+# Operations that are not part of an activation function.
+_LINEAR = SHAPES - {"Where"} | {
+    "Mul", "Div", "Add", "Sub", "Rsub", "Neg", "NativeDropout", "Sum", "Mean", "AccumulateGrad",
+    "Addcmul", "Addcdiv", "NativeBatchNorm", "MkldnnConvolution", "Bernoulli",
+}  # fmt: skip
+
+
+@dataclass
+class Networks:
+    """The roles that parameters (by id) have been given so far."""
+
+    graph: Graph
+    attentions: Attentions
+    claimed: dict[int, Finding]  # parameter → what the attentions say about it
+    layer_of: Callable[[int], str]  # parameter → path of its layer; empty outside the layers
+    recurrent: Callable[[int], bool]  # parameter → whether a recurrent module holds it
+    roles: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # parameter → role → rows
+    axes: dict[int, int] = field(default_factory=dict)  # parameter → axis of its rows
+    # claimed parameter → role → rows that no attention claims
+    beyond: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    biases: set[int] = field(default_factory=set)
+    crosses: set[int] = field(default_factory=set)  # outputs of cross-attention
+    matrices: set[int] = field(default_factory=set)  # weights of projections
+
+    def give(
+        self,
+        contraction: Contraction,
+        role: str,
+        rows: dict[int, tuple[int, Tensor]] | None = None,
+    ) -> None:
+        """Give the parameters of a contraction a role, or only some of their rows.
+
+        Args:
+            rows: id of an alias → the axis of the rows, and which of them get the role.
+        """
+        for use in (*contraction.weights, *contraction.bias):
+            if use.parameter in self.claimed and rows is not None and id(use.alias) in rows:
+                axis, mask = rows[id(use.alias)]
+                if axis == (self.claimed[use.parameter].axis or 0):
+                    self.beyond.setdefault(use.parameter, {})[role] = mask
+            if use.parameter in self.claimed or id(use.alias) in self.graph.trace.norms:
+                continue
+            if self.recurrent(use.parameter) and role not in ("position", "conv"):
+                role = "recurrent"
+            known = self.roles.setdefault(use.parameter, {})
+            if rows is None:
+                if not known:
+                    known[role] = torch.ones(1, dtype=torch.bool)
+            elif id(use.alias) in rows:
+                self.axes[use.parameter], mask = rows[id(use.alias)]
+                known[role] = mask if role not in known else known[role] | mask
+            if use in contraction.bias:
+                self.biases.add(use.parameter)
+
+    def set(self, use: Use, role: str) -> None:
+        taken = use.parameter in self.claimed or id(use.alias) in self.graph.trace.norms
+        if not taken and use.parameter not in self.roles:
+            role = "recurrent" if self.recurrent(use.parameter) else role
+            self.roles[use.parameter] = {role: torch.ones(1, dtype=torch.bool)}
+
+    def is_claimed(self, contraction: Contraction) -> bool:
+        return any(use.parameter in self.claimed for use in contraction.weights)
+
+    def read_network(self, contraction: Contraction) -> None:
+        """Read a feed-forward network, if this contraction is its last projection."""
+        graph = self.graph
+        names = [use.parameter for use in contraction.weights]
+        if contraction.activation is None or any(p in self.claimed for p in names):
+            return
+        if any(self.roles.get(p) for p in names) and "down" not in self.roles.get(names[0], {}):
+            return
+        earlier, between = self.before(contraction.activation)
+        if not earlier or any(c is None for c in earlier):
+            return
+        found = [c for c in earlier if c is not None]
+        layers = {self.layer_of(p) for c in found for p in (u.parameter for u in c.weights)}
+        if layers != {self.layer_of(names[0])}:
+            return
+        if layers == {""} and not self._is_residual(contraction, found):
+            return
+        active = any(self.activates(node) for node in between)
+        gating = [n for n in between if graph.kind(n) == "Mul" and self.gates(n)]
+        if not active and not gating:
+            return
+        matrices = [c for c in found if c.is_projection]
+        for conv in found:
+            if conv not in matrices and conv.activation is not None:
+                more, _ = self.before(conv.activation)
+                matrices += [c for c in more if c is not None and c.is_projection]
+        if not matrices or not contraction.is_projection:
+            return
+        if len(found) > len(matrices) or any(c not in matrices for c in found):
+            before = [n for c in found if c.activation for n in self.before(c.activation)[1]]
+            if any(graph.kind(n) in ("Glu", "Mul") and self._gates_any(n) for n in before):
+                for part in (contraction, *matrices):  # a gated projection before a convolution
+                    self.give(part, "conv")
+                return
+        self.give(contraction, "down")
+        self.read_ups(contraction.activation, matrices, between)
+
+    def read_ups(
+        self, edge: GradientEdge, matrices: list[Contraction], between: list[Node]
+    ) -> None:
+        """Give the first projections of a network their roles: up, or gate and up."""
+        graph = self.graph
+        gating = [n for n in between if graph.kind(n) == "Mul" and self.gates(n)]
+        for node in gating:
+            self._gated(node, matrices)
+        glu = next((node for node in between if graph.kind(node) == "Glu"), None)
+        if glu is not None:
+            self._glu(glu, matrices)
+        elif not gating:
+            for up in matrices:
+                self.give(up, "up", self._unclaimed(up, edge))
+
+    def _unclaimed(
+        self, contraction: Contraction, edge: GradientEdge
+    ) -> dict[int, tuple[int, Tensor]] | None:
+        """Return the rows that a value depends on, if an attention claims others of the weight."""
+        if not self.is_claimed(contraction):
+            return None
+        uses = [u for u in (*contraction.weights, *contraction.bias) if u.parameter in self.claimed]
+        axes = {id(use.alias): self.claimed[use.parameter].axis or 0 for use in uses}
+        return {key: (axes[key], masks[axes[key]]) for key, masks in touched(edge, uses).items()}
+
+    def _glu(self, node: Node, matrices: list[Contraction]) -> None:
+        """Tell apart the rows of the halves that torch's `glu` multiplies: first up, then gate."""
+        edge = self.graph.edge(node, 0)
+        assert edge is not None
+        uses = [use for c in matrices for use in (*c.weights, *c.bias)]
+        shape = shape_at(edge)
+        seed = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        seed = seed.to(device_at(edge), dtype_at(edge))
+        axis = saved_axis(node, len(shape))
+        first = torch.arange(shape[axis], device=seed.device) < shape[axis] // 2
+        first = first.view([-1 if a == axis else 1 for a in range(len(shape))])
+        halves = [touched(edge, uses, seed * half) for half in (first, ~first)]
+        for contraction in matrices:
+            self.give(contraction, "up", _apart(halves[0], halves[1]))
+            self.give(contraction, "gate", _apart(halves[1], halves[0]))
+
+    def _is_residual(self, last: Contraction, first: list[Contraction]) -> bool:
+        """Return whether the result of a network is added to what the network is applied to."""
+        graph = self.graph
+
+        def stop(node: Node) -> bool:
+            return graph.contraction(node) is not None or self.attentions.is_hub(node)
+
+        given = {n for c in first if c.activation for n, _ in graph.before(c.activation, stop)}
+        for node, stopped in graph.after([last.node], stop):
+            if stopped and graph.kind(node) == "Add":
+                for parent, _ in node.next_functions:
+                    if parent is not None and given & {n for n, _ in graph.before(parent, stop)}:
+                        return True
+        return False
+
+    def _gated(self, product: Node, matrices: list[Contraction]) -> None:
+        """Tell the gate from the projection that it multiplies."""
+        graph = self.graph
+        sides = []
+        for index in (0, 1):
+            edge = graph.edge(product, index)
+            assert edge is not None
+            earlier, between = self.before(edge)
+            active = any(self.activates(node) for node in between)
+            sides.append((edge, [c for c in earlier if c is not None], active))
+        gate = 0 if sides[0][2] else 1
+        if not sides[gate][2]:
+            gate = -1  # neither has an activation function
+        for index, (edge, found, _) in enumerate(sides):
+            role = "gate" if index == gate else "up"
+            for contraction in found:
+                if contraction not in matrices:
+                    continue
+                other_edge, other, _ = sides[1 - index]
+                rows = None
+                if contraction in other:
+                    uses = (*contraction.weights, *contraction.bias)
+                    rows = _apart(*(touched(e, uses) for e in (edge, other_edge)))
+                self.give(contraction, role, rows)
+
+    def activates(self, node: Node) -> bool:
+        """Return whether a node is an activation function, or a part of one."""
+        graph = self.graph
+        if graph.kind(node) == "Mul":  # a product of activations, as in a squared ReLU
+            edges = [graph.edge(node, index) for index in (0, 1)]
+            nodes = [edge.node for edge in edges if edge is not None]
+            return len(nodes) == 2 and not any(map(graph.weight_only, nodes))
+        return graph.kind(node) not in _LINEAR or graph.is_custom(node)
+
+    def _gates_any(self, node: Node) -> bool:
+        return self.graph.kind(node) == "Glu" or self.gates(node)
+
+    def gates(self, node: Node) -> bool:
+        """Return whether the factors of a product come from different projections or rows.
+
+        In an activation function that is written out, both come from the same rows.
+        """
+        graph, sides = self.graph, []
+        for index in (0, 1):
+            edge = graph.edge(node, index)
+            if edge is None or graph.weight_only(edge.node):
+                return False
+            earlier, _ = self.before(edge)
+            found = [c for c in earlier if c is not None]
+            if not found:
+                return False
+            sides.append((edge, found))
+        if shape_at(sides[0][0]) != shape_at(sides[1][0]):
+            return False
+        if set(sides[0][1]) != set(sides[1][1]):
+            return True
+        uses = [use for c in sides[0][1] for use in c.weights]
+        left, right = (touched(edge, uses) for edge, _ in sides)
+        return any(
+            not torch.equal(a, b)
+            for key in left.keys() & right.keys()
+            for a, b in zip(left[key], right[key], strict=True)
+        )
+
+    def before(self, edge: GradientEdge) -> tuple[list[Contraction | None], list[Node]]:
+        """Return the nearest contractions before an edge, and the nodes between.
+
+        None stands for any other origin, such as a lookup or a residual sum.
+        """
+        graph, found, between = self.graph, [], []
+
+        def stop(node: Node) -> bool:
+            return (
+                graph.contraction(node) is not None
+                or graph.weight_only(node)
+                or graph.is_mixing(node)
+                or not node.next_functions
+                or (self.attentions.is_hub(node) and self._is_stream(node))
+            )
+
+        for node, stopped in graph.before(edge, stop):
+            if not stopped:
+                between.append(node)
+            elif (contraction := graph.contraction(node)) is not None:
+                found.append(contraction if contraction.kind != "lookup" else None)
+            elif not graph.weight_only(node):
+                found.append(None)
+        return found, between
+
+    def _is_stream(self, node: Node) -> bool:
+        """Return whether a node adds or joins activations, as in a residual stream.
+
+        Joining results of one weight, such as those of the experts that it holds, does not count.
+        """
+        kind = self.graph.kind(node)
+        if kind == "Cat" and self._joins_experts(node):
+            return False
+        return kind in ("Add", "Sub", "Cat", "Addcmul", "Stack")
+
+    def _joins_experts(self, node: Node) -> bool:
+        graph, weights = self.graph, set()
+
+        def stop(other: Node) -> bool:
+            return graph.contraction(other) is not None or not other.next_functions
+
+        for found, stopped in graph.before(node, stop):
+            if stopped:
+                contraction = graph.contraction(found)
+                if contraction is None or contraction.kind != "matrix":
+                    return False
+                weights |= {use.parameter for use in contraction.weights}
+        return len(weights) == 1
+
+
+def _apart(
+    own: dict[int, tuple[Tensor, ...]], other: dict[int, tuple[Tensor, ...]]
+) -> dict[int, tuple[int, Tensor]]:
+    """Return id of an alias → the axis on which two factors differ, and the rows of `own`."""
+    rows = {}
+    for key, masks in own.items():
+        pairs = list(zip(masks, other.get(key, masks), strict=True))
+        apart = [axis for axis, (a, b) in enumerate(pairs) if not bool((a & b).any())]
+        apart += [axis for axis, mask in enumerate(masks) if not mask.all()]
+        axis = apart[0] if apart else 0
+        rows[key] = axis, masks[axis]
+    return rows

@@ -1,0 +1,469 @@
+"""Roles of the weights around the attentions, from where they stand in the graph.
+
+The output projection is what the attention's result goes through first. What comes before every
+attention is an embedding or a position, what comes after all of them the head.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from frostlab.roles.tracing.attentions import SHAPES, Attention
+from frostlab.roles.tracing.claims import meets
+from frostlab.roles.tracing.dependence import gradients, is_plain, one_vector, output_axis
+from frostlab.roles.tracing.graph import (
+    Contraction,
+    Node,
+    counts_up,
+    saved_axis,
+    shape_at,
+)
+from frostlab.roles.tracing.networks import Networks
+from frostlab.roles.tracing.trace import Use
+
+_CHOICES = {"Topk", "Gather", "Sort", "Max"}
+_WEIGHTS = {"Softmax", "SafeSoftmax", "Sigmoid"}
+_PARTS = {"Select", "Unbind", "Split", "SplitWithSizes", "Slice", "Index"}
+
+
+class Around(Networks):
+    """Finds the roles of all parameters that no attention claims."""
+
+    def find(self) -> None:
+        """Read every contraction, then the parameters that are only added or multiplied."""
+        graph = self.graph
+        contractions = [c for c in map(graph.contraction, graph.order) if c is not None]
+        for contraction in contractions:
+            if contraction.is_projection:
+                self.matrices |= {use.parameter for use in contraction.weights}
+        self._positions()
+        own: set[int] = set()  # outputs of attentions that are no cross-attention
+        for attention in self.attentions.found:
+            for contraction in self.outputs(attention.result):
+                if self._is_pooled(attention, contraction) or self._is_first(contraction):
+                    continue
+                joined = self._joined(contraction)
+                self.give(contraction, "output", None if joined is None else joined[0])
+                if joined is not None:
+                    self._give_joined(contraction, *joined)
+                found = {use.parameter for use in (*contraction.weights, *contraction.bias)}
+                if attention.cross:
+                    self.crosses |= found
+                elif "query" in attention.sides and "key" in attention.sides:
+                    own |= found
+        self.crosses -= own
+        for contraction in contractions:
+            if contraction.kind != "lookup":
+                self.read_network(contraction)
+        for contraction in contractions:
+            if contraction.kind == "lookup":
+                self._rest(contraction)
+        for contraction in reversed(contractions):
+            self._rest(contraction)
+        for parameter in {graph.trace.uses[alias].parameter for alias in graph.trace.norms}:
+            if parameter not in self.claimed:
+                self.roles[parameter] = {"norm": torch.ones(1, dtype=torch.bool)}
+        self._bare()
+
+    def _positions(self) -> None:
+        for attention in self.attentions.found:
+            for contraction in (*attention.position, *attention.lookups):
+                for part in (contraction, *self._position_network(contraction)):
+                    self.give(part, "position")
+                activation = contraction.activation
+                if activation is not None and self.graph.weight_only(activation.node):
+                    for use in self.graph.uses_below(activation.node):
+                        self.set(use, "position")
+            for use in attention.added:
+                scales = meets(self.graph, use) in ("Mul", "Div")  # such as a temperature
+                self.set(use, "other" if scales else "position")
+
+    def _position_network(self, last: Contraction) -> list[Contraction]:
+        """Return the earlier projections of a network that computes scores from positions alone."""
+        graph = self.graph
+        found: list[Contraction] = []
+        pending = [last]
+        while pending:
+            activation = pending.pop().activation
+            if activation is None:
+                continue
+            for node, stopped in graph.before(activation, lambda n: bool(graph.contraction(n))):
+                earlier = graph.contraction(node)
+                if earlier is not None and not self.attentions.escapes(node):
+                    found.append(earlier)
+                    pending.append(earlier)
+                elif stopped or graph.is_input(node) or graph.is_mixing(node):
+                    return []  # it is computed from activations
+        return found
+
+    def outputs(self, result: Node) -> Iterable[Contraction]:
+        """Yield the first projections of an attention's result that make no query, key or value."""
+        graph, projections = self.graph, self.attentions.projections
+
+        def stop(node: Node) -> bool:
+            return (
+                graph.contraction(node) is not None
+                or (
+                    self.attentions.is_hub(node)
+                    and graph.kind(node) in ("Add", "Sub")
+                    and not self._attended(node)
+                    and not self._is_projected(node)
+                )
+                or node in self.attentions.core
+                or "Rnn" in graph.kind(node)
+            )
+
+        for node, stopped in graph.after([result], stop):
+            found = graph.contraction(node) if stopped else None
+            if found is not None and found.kind != "lookup" and node not in projections:
+                yield found
+
+    def _joined(
+        self, contraction: Contraction
+    ) -> tuple[dict[int, tuple[int, Tensor]], GradientEdge] | None:
+        """Return which columns of a weight multiply an attention's result, if others do not.
+
+        That is so where the result is concatenated with another activation, whose edge is returned,
+        too. None: all columns multiply it, or it is concatenated in another way.
+        """
+        graph, edge = self.graph, contraction.activation
+        while edge is not None and graph.kind(edge.node) in SHAPES - {"Cat"}:
+            edge = graph.edge(edge.node, 0) if len(edge.node.next_functions) == 1 else None
+        if edge is None or graph.kind(edge.node) != "Cat" or not is_plain(graph, contraction):
+            return None
+        axis = saved_axis(edge.node, len(shape_at(edge)))
+        parts = [graph.edge(edge.node, i) for i in range(len(edge.node.next_functions))]
+        if axis != len(shape_at(edge)) - 1 or any(part is None for part in parts):
+            return None
+        sizes = [shape_at(part)[-1] for part in parts if part is not None]
+        attended = [part is not None and self._is_attended(part) for part in parts]
+        others = [part for part, own in zip(parts, attended, strict=True) if not own]
+        (weight,) = contraction.weights
+        columns = 1 - output_axis(graph, contraction)
+        if len(others) != 1 or others[0] is None or sum(sizes) != weight.alias.shape[columns]:
+            return None
+        mask = torch.cat([torch.full((n,), own) for n, own in zip(sizes, attended, strict=True)])
+        return {id(weight.alias): (columns, mask)}, others[0]
+
+    def _is_attended(self, edge: GradientEdge) -> bool:
+        """Return whether an activation comes from an attention without a projection between."""
+        graph, core = self.graph, self.attentions.core
+        walk = graph.before(edge, lambda n: n in core or graph.contraction(n) is not None)
+        return any(node in core for node, _ in walk)
+
+    def _give_joined(
+        self, contraction: Contraction, rows: dict[int, tuple[int, Tensor]], other: GradientEdge
+    ) -> None:
+        """Give a role to the columns that multiply the other activation: `down` or `other`."""
+        rest = {key: (axis, ~mask) for key, (axis, mask) in rows.items()}
+        ups, between = self.before(other)
+        active = any(map(self.activates, between)) and None not in ups
+        self.give(contraction, "down" if active else "other", rest)
+        for use in contraction.bias:
+            self.set(use, "output")
+        if active:
+            self.read_ups(other, [c for c in ups if c is not None], between)
+
+    def _is_projected(self, sum_: Node) -> bool:
+        """Return whether only projections of its layer use a sum, as att + v in o(att + v)."""
+        graph = self.graph
+
+        def stop(node: Node) -> bool:
+            found = graph.contraction(node) is not None or self.attentions.is_hub(node)
+            return found or node in self.attentions.core
+
+        ends = [graph.contraction(node) for node, stopped in graph.after([sum_], stop) if stopped]
+        before = {self.layer_of(use.parameter) for c in self._before_sum(sum_) for use in c.weights}
+        after = {self.layer_of(use.parameter) for c in ends if c for use in c.weights}
+        return bool(ends) and None not in ends and len(before | after) == 1 and "" not in after
+
+    def _before_sum(self, sum_: Node) -> list[Contraction]:
+        """Return the nearest projections before a sum, also those before an attention."""
+        graph = self.graph
+
+        def stop(node: Node) -> bool:
+            return graph.contraction(node) is not None or self.attentions.is_hub(node)
+
+        walk = [
+            n for p, _ in sum_.next_functions if p is not None for n, _ in graph.before(p, stop)
+        ]
+        found = [graph.contraction(node) for node in walk]
+        return [c for c in found if c is not None and c.kind != "lookup"]
+
+    def _is_first(self, contraction: Contraction) -> bool:
+        """Return whether a projection is the first of a feed-forward network."""
+        graph = self.graph
+
+        def stop(node: Node) -> bool:
+            found = graph.contraction(node) is not None or self.attentions.is_hub(node)
+            return found or node in self.attentions.core
+
+        after = list(graph.after([contraction.node], stop))
+        passed = [node for node, stopped in after if not stopped and graph.kind(node) != "Mul"]
+        ends = [node for node, stopped in after if stopped]
+        projected = bool(ends) and all(graph.contraction(node) is not None for node in ends)
+        return projected and any(map(self.activates, passed))
+
+    def _is_pooled(self, attention: Attention, contraction: Contraction) -> bool:
+        """Return whether a projection's input is pooled: one vector made from several tokens."""
+        query, edge = attention.sides.get("query"), contraction.activation
+        if query is None or edge is None:
+            return False
+        shape = shape_at(edge)
+        if math.prod(shape) >= math.prod(shape_at(GradientEdge(attention.result, 0))):
+            return False
+        features = 1 if contraction.kind == "convolution" else len(shape) - 1
+        last = tuple(n - 1 for axis, n in enumerate(shape) if axis != features)
+        seed = one_vector(edge, features, last)
+        (grad,) = gradients(edge, [query.edge], seed)
+        if grad is None:
+            return False
+        axis = -2 if query.feature_axis == grad.ndim - 1 else -1
+        tokens = grad.ne(0).movedim(axis, 0).flatten(1).any(1)
+        return int(tokens.sum()) > 1
+
+    def _attended(self, node: Node) -> bool:
+        """Return whether all that meets here comes from attentions, or from their values."""
+        graph = self.graph
+
+        def stop(other: Node) -> bool:
+            return other in self.attentions.core or graph.contraction(other) is not None
+
+        for found, stopped in graph.before(node, stop):
+            if not (stopped or not found.next_functions) or graph.weight_only(found):
+                continue
+            if found in self.attentions.core:
+                continue
+            contraction = graph.contraction(found)
+            if contraction is None or contraction.activation is None:
+                return False
+            earlier, _ = self.before(contraction.activation)
+            if not all(c is not None and self.is_claimed(c) for c in earlier):
+                return False
+        return True
+
+    def _rest(self, contraction: Contraction) -> None:
+        """Give a contraction without a role the role of its place in the model."""
+        graph = self.graph
+        uses = [u for u in contraction.weights if u.parameter not in self.claimed]
+        if not uses or all(self.roles.get(u.parameter) for u in uses):
+            return
+        inside = bool(self.layer_of(uses[0].parameter))
+        if contraction.kind == "lookup":
+            self.give(
+                contraction,
+                "position" if graph.is_of_positions(contraction.node) else "embedding",
+            )
+        elif contraction.kind == "convolution" and not contraction.is_projection:
+            self.give(contraction, "conv" if inside else self._outer_convolution(contraction))
+        elif contraction.kind == "convolution" and not inside and self._convolves(contraction):
+            self.give(contraction, "conv")
+        elif contraction.kind == "convolution" and contraction.is_of_constants:
+            self.give(contraction, "position")
+        elif inside:
+            self.give(contraction, "router" if self._chooses(contraction) else "other")
+        elif not self._reaches_attention(contraction.node):
+            self.give(contraction, "gate" if self._only_scales(contraction) else "head")
+        elif not self._follows_attention(contraction):
+            self.give(contraction, "other" if self._only_scales(contraction) else "embedding")
+        else:
+            self.give(contraction, "other")
+
+    def _only_scales(self, contraction: Contraction) -> bool:
+        """Return whether a projection only makes factors for other activations."""
+        graph = self.graph
+        ends: set[bool] = set()
+
+        def stop(node: Node) -> bool:
+            later = graph.contraction(node)
+            if later is not None:
+                known = self.roles.get(later.weights[0].parameter, {})
+                ends.add(bool({"other", "gate"} & known.keys()))
+                return True
+            if graph.kind(node) in ("Mul", "Div") and self.attentions.is_hub(node):
+                ends.add(not self.gates(node) or self._activated(contraction.node, node))
+                return True
+            if self.attentions.is_hub(node) or node in self.attentions.core:
+                ends.add(False)
+                return True
+            return False
+
+        for _ in graph.after([contraction.node], stop):
+            pass
+        return ends == {True}
+
+    def _activated(self, start: Node, end: Node) -> bool:
+        """Return whether there is an activation function between two nodes."""
+        for edge in (self.graph.edge(end, 0), self.graph.edge(end, 1)):
+            if edge is not None:
+                found, between = self.before(edge)
+                if any(c is not None and c.node is start for c in found):
+                    return any(map(self.activates, between))
+        return False
+
+    def _convolves(self, contraction: Contraction) -> bool:
+        """Return whether a convolution before or after a 1 × 1 convolution has a larger kernel."""
+        graph = self.graph
+
+        def stop(node: Node) -> bool:
+            return (
+                graph.contraction(node) is not None
+                or node in self.attentions.core
+                or self.attentions.is_hub(node)
+            )
+
+        near = [node for node, stopped in graph.after([contraction.node], stop) if stopped]
+        if contraction.activation is not None:
+            walk = graph.before(contraction.activation, stop)
+            near += [node for node, stopped in walk if stopped]
+        found = [graph.contraction(node) for node in near]
+        return any(c and c.kind == "convolution" and not c.is_projection for c in found)
+
+    def _outer_convolution(self, contraction: Contraction) -> str:
+        """Return the role of a convolution outside the layers: embedding, position or conv."""
+        graph, activation = self.graph, contraction.activation
+        core = self.attentions.core
+
+        def stop(node: Node) -> bool:
+            return graph.contraction(node) is not None or node in core
+
+        after = list(graph.after([contraction.node], stop))
+        if activation is None or graph.is_given(activation):
+            next_ones = [graph.contraction(node) for node, stopped in after if stopped]
+            convolved = any(c is not None and self._is_outer(c) for c in next_ones)
+            return "conv" if convolved or not next_ones else "embedding"
+        if self._follows_attention(contraction):
+            return "conv"
+        source: Node = activation.node
+        while len(source.next_functions) == 1 and graph.contraction(source) is None:
+            if len(graph.consumers.get(source, [])) > 1:
+                break
+            source = source.next_functions[0][0]
+        for node, stopped in after:
+            if not stopped and graph.kind(node) == "Add":
+                parents = [p for p, _ in node.next_functions if p is not None]
+                if any(graph.leads_to(parent, source) for parent in parents):
+                    return "position"  # it is added to what it was computed from
+        return "conv"
+
+    def _is_outer(self, contraction: Contraction) -> bool:
+        """Return whether a contraction is a convolution; in a layer, 1 × 1 ones do not count."""
+        outside = not self.layer_of(contraction.weights[0].parameter)
+        return not contraction.is_projection or (outside and contraction.kind == "convolution")
+
+    def _chooses(self, contraction: Contraction) -> bool:
+        """Return whether a projection chooses among experts."""
+        graph = self.graph
+
+        def stop(node: Node) -> bool:
+            return graph.contraction(node) is not None or self.attentions.is_hub(node)
+
+        after = [node for node, _ in graph.after([contraction.node], stop)]
+        after = [node for node in after if node not in self.attentions.core]
+        if any(graph.is_product(node) and self._follows_product(node) for node in after):
+            return False  # it mixes tokens
+        weights = [node for node in after if graph.kind(node) in _WEIGHTS]
+        later = [node for node, _ in graph.after(weights, stop)]
+        weighs = any(self._takes_parts(node) for node in later)  # one weight for each expert
+        return weighs or any(graph.kind(node) in _CHOICES for node in after)
+
+    def _takes_parts(self, node: Node) -> bool:
+        """Return whether a node takes single routing weights, or weighs stacked results by them."""
+        graph = self.graph
+        if graph.kind(node) == "Mul":
+            edges = [graph.edge(node, index) for index in (0, 1)]
+            return any(edge is not None and graph.kind(edge.node) == "Stack" for edge in edges)
+        return graph.kind(node) in _PARTS or node in self.attentions.weighing
+
+    def _follows_product(self, product: Node) -> bool:
+        """Return whether an operand of a product is another product."""
+        graph = self.graph
+
+        def stop(node: Node) -> bool:
+            return graph.contraction(node) is not None or graph.is_product(node)
+
+        edges = [edge for edge in graph.operands(product) if edge is not None]
+        return any(graph.is_product(n) for edge in edges for n, _ in graph.before(edge, stop))
+
+    def _reaches_attention(self, node: Node) -> bool:
+        core = self.attentions.core
+        return any(found in core for found, _ in self.graph.after([node], lambda n: n in core))
+
+    def _follows_attention(self, contraction: Contraction) -> bool:
+        if contraction.activation is None:
+            return False
+        core = self.attentions.core
+        walk = self.graph.before(contraction.activation, lambda n: n in core)
+        return any(node in core for node, _ in walk)
+
+    def _bare(self) -> None:
+        """Give a role to parameters that are only added, multiplied or concatenated."""
+        graph = self.graph
+        for leaf in graph.order:
+            use = graph.use(leaf)
+            if use is None or use.parameter in self.claimed or use.parameter in self.roles:
+                continue
+            meeting = next(
+                (n for n, stop in graph.after([leaf], lambda n: not graph.weight_only(n)) if stop),
+                None,
+            )
+            role = "other" if meeting is None else self._bare_role(use, meeting)
+            self.set(use, role)
+        for use in graph.trace.uses.values():  # those without a history, such as fixed positions
+            if graph.trace.records[use.call].name == "embedding":
+                self.set(
+                    use, "position" if counts_up(graph.trace.records[use.call]) else "embedding"
+                )
+
+    def _bare_role(self, use: Use, meeting: Node) -> str:
+        kind = self.graph.kind(meeting)
+        if use.alias.numel() == 1 and kind not in ("Add", "Sub"):
+            return "other"
+        if self.layer_of(use.parameter):
+            if kind in ("Add", "Sub") and use.alias.ndim == 1:
+                return self._role_before(use, meeting)
+            into_attention = kind == "Add" and not self.attentions.escapes(meeting)
+            return "position" if into_attention else "other"
+        if kind in ("Cat", "Where", "Stack", "IndexPut", "CopySlices", "MaskedFill"):
+            return "embedding"
+        if not self._reaches_attention(meeting):
+            if kind in ("Add", "Sub") and use.alias.ndim == 1:
+                return self._role_before(use, meeting)
+            return "other"
+        if kind == "Add" and self._tokens_of(meeting) > 1:
+            return "position"
+        if kind == "Add" and use.alias.ndim == 1:
+            return self._role_before(use, meeting)
+        if kind == "Add":
+            return "embedding"
+        return "embedding" if kind == "Mul" and not self._follows(meeting) else "other"
+
+    def _tokens_of(self, meeting: Node) -> int:
+        """Return how many vectors are in the parameters that are added here."""
+        counts = [
+            math.prod(shape_at(edge)[:-1])
+            for index in range(len(meeting.next_functions))
+            if (edge := self.graph.edge(meeting, index)) and self.graph.weight_only(edge.node)
+        ]
+        return max(counts, default=1)
+
+    def _follows(self, node: Node) -> bool:
+        core = self.attentions.core
+        return any(n in core for n, _ in self.graph.before(node, lambda n: n in core))
+
+    def _role_before(self, use: Use, meeting: Node) -> str:
+        """Return the role of the projection whose bias a parameter is; else `other`."""
+        for parent, number in meeting.next_functions:
+            if parent is None or self.graph.weight_only(parent):
+                continue
+            found, between = self.before(GradientEdge(parent, number))
+            if len(found) == 1 and found[0] is not None and not any(map(self.activates, between)):
+                weight = found[0].weights[0]
+                known = self.roles.get(weight.parameter, {})
+                if len(known) == 1 and use.alias.shape[0] in weight.alias.shape:
+                    self.biases.add(use.parameter)
+                    return next(iter(known))
+        return "other"

@@ -1,0 +1,276 @@
+"""The test of what a trace has found: move the rows of some heads, and see what moves with them.
+
+To move a row is to change its values. Every head of every role gets a binary code, and for each bit
+there are two passes: one moves the heads that have a one there, the other those that have a zero.
+In each pass, the vectors of a head must change if and only if its rows were moved, in all layers.
+Rows of the same weights that no head claims are moved in every pass and must change nothing.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from frostlab.roles.tracing.attentions import Attention, Attentions, Side
+from frostlab.roles.tracing.claims import Contradiction, Finding, is_short_convolution
+from frostlab.roles.tracing.dependence import Touched, one_vector, touched
+from frostlab.roles.tracing.facts import Call
+from frostlab.roles.tracing.graph import Graph, Node
+from frostlab.roles.tracing.surroundings import Around
+from frostlab.roles.tracing.trace import (
+    PRODUCTS,
+    PROJECTIONS,
+    SUMS,
+    AnotherWay,
+    Pin,
+    Trace,
+    noisy,
+    traced,
+    watched_copy,
+)
+
+_STILL = 1e-5  # largest change of a vector that has not moved, relative to the largest entry
+_MOVED = 1e-4  # smallest change of one that has
+_FACTOR, _SHIFT = 1.5, 0.05  # moved rows are shifted, so that zeros change, and multiplied
+# operand of a product → the name under which autograd saves it
+_SAVED = {0: "self", 1: "mat2"}
+Unit = tuple[str, int | None]  # role, number of the head
+
+
+class Unsteady(Contradiction):
+    """A model computes something else each time that it runs."""
+
+
+def verify(
+    model: nn.Module,
+    watched: nn.Module,
+    call: Call,
+    graph: Graph,
+    attentions: Attentions,
+    findings: Mapping[int, Finding],
+    names: Mapping[int, str],
+) -> int:
+    """Raise Contradiction unless moving a head's rows changes its vectors and no others.
+
+    The result is the number of passes that were run.
+    """
+    try:
+        return _verify(lambda: watched, call, graph, attentions, findings, names)
+    except AnotherWay:  # the model remembers something: every pass gets a new copy
+        with suppress(AnotherWay):
+            return _verify(lambda: watched_copy(model), call, graph, attentions, findings, names)
+    raise Unsteady("with the same inputs, a second pass makes other calls than the first")
+
+
+def _verify(
+    copy: Callable[[], nn.Module],
+    call: Call,
+    graph: Graph,
+    attentions: Attentions,
+    findings: Mapping[int, Finding],
+    names: Mapping[int, str],
+) -> int:
+    units = sorted(
+        {unit for finding in findings.values() for unit in finding.head_rows},
+        key=lambda unit: (unit[0], -1 if unit[1] is None else unit[1]),
+    )
+    codes = {unit: code for code, unit in enumerate(units, 1)}
+    bits = max(codes.values(), default=0).bit_length()
+    pins = _pins(graph, attentions)
+    units_of = {
+        (id(side), number): _units(graph, side, number, findings)
+        for attention in attentions.found
+        for side in attention.sides.values()
+        for number in range(len(side.groups))
+    }
+    passes = 0
+    for bit in range(bits):
+        for one in (1, 0):
+            moved = {unit for unit, code in codes.items() if (code >> bit & 1) == one}
+            model = copy()
+            values = {
+                id(p): _moved(p.detach(), findings[id(p)], moved)
+                for p in model.parameters() if id(p) in findings
+            }  # fmt: skip
+            trace = traced(model, call, values, pins)
+            passes += 1
+            for attention in attentions.found:
+                _check(graph, trace, attention, findings, units_of, moved, names)
+    return passes
+
+
+def _pins(graph: Graph, attentions: Attentions) -> dict[int, Pin]:
+    """Return number of a call → its result, if that stays as recorded.
+
+    Statistics, results and outputs of attentions, and residual sums always stay. Projections stay
+    unless one of their parameters moves. Short convolutions do not: their inputs may change.
+    """
+    records = graph.trace.records
+    sides = [side for attention in attentions.found for side in attention.sides.values()]
+    made = [contraction for side in sides for contraction in side.contractions]
+    free = {
+        graph.call(contraction.node) for contraction in made if is_short_convolution(contraction)
+    }
+    pins = {
+        number: Pin(record.name, record.result, always=record.name not in PROJECTIONS)
+        for number, record in enumerate(records)
+        if record.result is not None and record.name not in PRODUCTS | SUMS and number not in free
+    }
+    around = Around(graph, attentions, {}, lambda key: "", lambda key: False)
+    nodes = [node for node in graph.order if node.next_functions and attentions.is_hub(node)]
+    nodes = [node for node in nodes if records[graph.call(node)].name in SUMS]
+    for attention in attentions.found:
+        nodes += [attention.result, *(c.node for c in around.outputs(attention.result))]
+    for number in map(graph.call, nodes):
+        record = records[number]
+        if record.result is not None:
+            pins[number] = Pin(record.name, record.result)
+    return pins
+
+
+def _moved(values: Tensor, finding: Finding, moved: set[Unit]) -> Tensor:
+    """Return a parameter with the rows of these heads moved, and the rows that no head claims."""
+    values = noisy(values) if values.numel() <= 1 << 16 else values
+    axis = finding.axis or 0
+    size = values.shape[axis] if values.ndim else 1
+    rows = torch.zeros(size, dtype=torch.bool, device=values.device)
+    claimed = torch.zeros_like(rows)
+    for unit, mask in finding.head_rows.items():
+        claimed |= mask.to(rows.device)
+        if unit in moved:
+            rows |= mask.to(rows.device)
+    rows |= ~claimed
+    shape = [1] * values.ndim
+    if values.ndim:
+        shape[axis] = size
+    factor = torch.where(rows, _FACTOR, 1.0).view(shape).to(values)
+    return (values + _SHIFT * (factor - 1)) * factor
+
+
+def _check(
+    graph: Graph,
+    trace: Trace,
+    attention: Attention,
+    findings: Mapping[int, Finding],
+    units_of: Mapping[tuple[int, int], set[Unit]],
+    moved: set[Unit],
+    names: Mapping[int, str],
+) -> None:
+    for role, side in attention.sides.items():
+        node = attention.core if role != "value" else attention.result
+        before = _operand(node, node, side)
+        again = _same_node(graph, trace, node)
+        if again is None or before is None:
+            raise AnotherWay
+        after = _operand(again, node, side)
+        if after is None or after.shape != before.shape:
+            raise AnotherWay
+        largest = float(before.abs().max())
+        if not math.isfinite(largest):
+            raise Contradiction(f"the {role} of an attention has values that are not finite")
+        for number, group in enumerate(side.groups):
+            units = units_of[id(side), number]
+            if not units:
+                continue
+            expected = bool(units & moved)
+            still = 0  # vectors that depend on nothing that was moved, such as those of padding
+            for vector in group.vectors:
+                index: list[Any] = list(vector)
+                index.insert(side.feature_axis, slice(None))
+                change = float((after[tuple(index)] - before[tuple(index)]).abs().max())
+                if (change <= _STILL * largest) == expected and not (
+                    expected and change > _MOVED * largest
+                ):
+                    if expected and not _depends(graph, side, vector, findings, moved):
+                        still += 1
+                        continue
+                    raise _contradiction(graph, side, number, expected, names)
+            if still == len(group.vectors) and _units_of(graph, [group.rows], findings) & moved:
+                raise _contradiction(graph, side, number, expected, names)
+
+
+def _contradiction(
+    graph: Graph, side: Side, number: int, expected: bool, names: Mapping[int, str]
+) -> Contradiction:
+    said = "did not move with" if expected else "moved without"
+    rows = side.groups[number].rows
+    where = sorted({names[graph.trace.uses[alias].parameter] for alias in rows})
+    return Contradiction(
+        f"the {side.role} of head {number} {said} its rows of {', '.join(where[:3])}"
+    )
+
+
+def _depends(
+    graph: Graph,
+    side: Side,
+    vector: tuple[int, ...],
+    findings: Mapping[int, Finding],
+    moved: set[Unit],
+) -> bool:
+    """Return whether one vector depends on what was moved.
+
+    Keys of padding may depend on nothing, and if keys are joined from several tensors, not all may
+    come from the same earlier projection.
+    """
+    made = [*side.contractions, *(factor.contraction for factor in side.factors.values())]
+    uses = [use for c in made for use in (*c.weights, *c.bias)] + side.bare
+    rows = touched(side.edge, uses, one_vector(side.edge, side.feature_axis, vector))
+    return bool(_units_of(graph, [rows], findings) & moved)
+
+
+def _units(graph: Graph, side: Side, number: int, findings: Mapping[int, Finding]) -> set[Unit]:
+    """Return the units (role and head) whose rows the vectors of a head depend on."""
+    rows = [side.groups[number].rows, *(factor.rows for factor in side.factors.values())]
+    return _units_of(graph, rows, findings)
+
+
+def _units_of(graph: Graph, rows: Iterable[Touched], findings: Mapping[int, Finding]) -> set[Unit]:
+    units: set[Unit] = set()
+    for found in rows:
+        for alias, axes in found.items():
+            finding = findings.get(graph.trace.uses[alias].parameter)
+            if finding is None:
+                continue
+            mask = axes[finding.axis or 0]
+            units |= {unit for unit, own in finding.head_rows.items() if bool((own & mask).any())}
+    return units
+
+
+def _operand(node: Node, original: Node, side: Side) -> Tensor | None:
+    """Return the value of a side, as the node keeps it for its gradient."""
+    if original.name().find("ScaledDotProduct") >= 0:
+        name = ("query", "key", "value")[side.operand]
+    elif original.name().find("Baddbmm") >= 0:
+        name = f"batch{side.operand + 1}"
+    else:
+        name = _SAVED[side.operand]
+    value = getattr(node, f"_saved_{name}", None)
+    return value.detach() if isinstance(value, Tensor) else None
+
+
+def _same_node(graph: Graph, trace: Trace, node: Node) -> Node | None:
+    """Return the node of a second pass that does what this one did in the first."""
+    number = graph.call(node)
+    first = graph.trace.records[number]
+    if number >= len(trace.records):
+        return None
+    second = trace.records[number]
+    if second.name != first.name:
+        return None
+    wanted = node._sequence_nr() - first.first
+    pending, seen = [second.node], set()
+    while pending:
+        current = pending.pop()
+        if current is None or current in seen or not current.next_functions:
+            continue
+        seen.add(current)
+        offset = current._sequence_nr() - second.first
+        if offset < 0:
+            continue
+        if offset == wanted and current.name() == node.name():
+            return current
+        pending += [parent for parent, _ in current.next_functions]
+    return None

@@ -1,0 +1,218 @@
+"""Roles found by evidence, against tables, against labels, and where the evidence does not do."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import frostlab as fl
+from cases import slow_unless
+from frostlab.roles import read
+from labelled import LABELLED, OUTSIDE, disagreements, expected
+from zoo import ALL, EVERY, LAYOUTS, build
+
+QUICK = {
+    "unused-query", "swapped-names", "before-query", "before-all", "tied-query-key",
+    "two-attentions", "experts-only", "attention-and-experts", "value-key-query", "strided-heads",
+    "two-halves", "scaled-queries", "bare-value", "constant-query", "einsum", "module-per-head",
+    "fused-chunk", "fused-view-split", "raw-parameters", "axis-of-heads", "olmo2", "persimmon",
+    "codegen", "deepseek_v3", "qwen3_next", "swin", "levit", "mbart", "siglip", "mamba",
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # of models
+@pytest.mark.parametrize("name", slow_unless(QUICK, [n for n in LABELLED if n not in OUTSIDE]))
+def test_what_is_found_is_what_the_forward_pass_says(name: str) -> None:
+    case = LABELLED[name]
+    model = case.build()
+    try:
+        anatomy = guessed_or_given(model, case.inputs())
+    except fl.UnknownArchitecture:
+        assert case.refused or case.may_refuse
+        return
+    assert not case.refused
+    assert not disagreements(expected(case, model), anatomy.parts, model)
+    assert anatomy.evidence.method == "probe"
+    assert anatomy.evidence.passes > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", slow_unless(LAYOUTS, EVERY))
+def test_tables_and_probes_agree(name: str) -> None:
+    model, inputs = build(name)
+    table = {part.key: part for part in fl.anatomy(model).parts}
+    anatomy = fl.anatomy(model, inputs)  # a batch asks for a probe
+    found = {part.key: part for part in anatomy.parts}
+    for key in table.keys() | found.keys():
+        said, seen = table.get(key), found.get(key)
+        if (said or seen).name in anatomy.evidence.unreached:  # type: ignore[union-attr]
+            continue
+        assert said is not None, f"the probe alone has {key}"
+        assert seen is not None, f"the table alone has {key}"
+        if said.role == "head" and seen.role == "norm":
+            continue  # a norm inside a head
+        for field in ("role", "kind", "stack", "layers", "layout", "axis", "matmul", "heads"):
+            assert getattr(said, field) == getattr(seen, field), (key, field)
+        assert said.place.cross == seen.place.cross, key
+        assert _ranges(said) == _ranges(seen), key
+
+
+def guessed_or_given(model: nn.Module, inputs: Any) -> fl.Anatomy:
+    """Nystromformer runs only with texts of one length, which nobody guesses."""
+    try:
+        return fl.anatomy(model)
+    except fl.UnknownArchitecture:
+        return fl.anatomy(model, inputs)
+
+
+def _ranges(part: Any) -> Any:
+    return None if part.rows is None else part.rows.ranges()
+
+
+def test_all_46_configurations_are_compared() -> None:
+    assert len(ALL) == 46
+
+
+class Attends(nn.Module):
+    """An attention that its users can spoil."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+        self.out = nn.Linear(16, 16)
+
+    def mix(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (2, 8)).transpose(1, 2) for p in self.projections())
+        scores = q @ k.transpose(-1, -2)
+        return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    def projections(self) -> tuple[nn.Module, ...]:
+        return self.query, self.key, self.value
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.mix(self.embed(ids))
+
+
+def roles(model: nn.Module, batch: Any = None) -> dict[str, str]:
+    return {part.key: part.role for part in fl.anatomy(model, batch).parts}
+
+
+def test_an_attention_without_layers() -> None:
+    found = roles(Attends())
+    assert found["query.weight"] == "query"
+    assert found["out.bias"] == "output"
+    assert found["embed.weight"] == "embedding"
+
+
+class Skips(Attends):
+    def forward(self, ids: Tensor, attend: bool = False) -> Tensor:
+        return self.mix(self.embed(ids)) if attend else self.embed(ids)
+
+
+class Turns(Attends):
+    """Every second time it uses its weights in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = itertools.count()
+
+    def __deepcopy__(self, memo: Any) -> "Turns":
+        return self  # its memory is shared with copies
+
+    def projections(self) -> tuple[nn.Module, ...]:
+        return (self.query, self.key, self.value)[:: 1 if next(self.times) % 2 == 0 else -1]
+
+
+class Wants(Attends):
+    def forward(self, graph: Any, ids: Tensor) -> Tensor:  # type: ignore[override]
+        return self.mix(self.embed(ids[graph["order"]]))
+
+
+class Fails(Attends):
+    def forward(self, ids: Tensor) -> Tensor:
+        raise RuntimeError("no such weather")
+
+
+class Bytes(Attends):
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.zeros(16, 16, dtype=torch.int8)
+        self.key.weight = nn.Parameter(whole, requires_grad=False)
+
+
+BAD: dict[str, tuple[type[nn.Module], str]] = {
+    "no attention": (lambda: nn.Sequential(nn.Linear(4, 4)), "has no attention"),  # type: ignore[dict-item]
+    "never called": (Skips, "has no attention"),
+    "another way": (Turns, "rows of"),
+    "inputs nobody can guess": (Wants, "cannot guess `graph` of Wants.forward: pass a small batch"),
+    "a forward that fails": (Fails, "RuntimeError: no such weather"),
+    "quantised": (Bytes, "key.weight is quantised (int8)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_models_end_in_one_clear_line(case: str) -> None:
+    make, message = BAD[case]
+    with pytest.raises(fl.UnknownArchitecture) as error:
+        fl.anatomy(make())
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_batch_takes_another_way_than_a_guess() -> None:
+    batch = {"ids": torch.randint(3, 50, (2, 6)), "attend": True}
+    assert roles(Skips(), batch)["query.weight"] == "query"
+    order = torch.tensor([1, 0])
+    assert roles(Wants(), ({"order": order}, batch["ids"]))["key.weight"] == "key"
+
+
+def test_a_batch_that_does_not_fit_is_named() -> None:
+    with pytest.raises(fl.BadInput, match=r"Attends does not run with this batch \(TypeError"):
+        fl.anatomy(Attends(), {"words": torch.zeros(2, 3)})
+
+
+def test_wrapped_models_are_read() -> None:
+    assert roles(nn.DataParallel(Attends()))["query.weight"] == "query"
+    assert roles(torch.compile(Attends()))["query.weight"] == "query"  # type: ignore[arg-type]
+
+
+def test_the_evidence_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    probes: list[str] = []
+    find = read.find_roles
+
+    def counted(model: nn.Module, *arguments: Any) -> Any:
+        probes.append(type(model).__name__)
+        return find(model, *arguments)
+
+    monkeypatch.setattr(read, "find_roles", counted)
+    monkeypatch.setattr(read, "_FOUND_BY_CONFIG", {})
+    model = Attends()
+    fl.anatomy(model)
+    fl.freeze(model, "query", "key")
+    fl.anatomy(model)
+    assert probes == ["Attends"]
+    fl.anatomy(Attends())  # another model of this class may have other heads
+    granites = [LABELLED["granite"].build() for _ in range(2)]
+    for granite in granites:
+        fl.anatomy(granite)
+    assert probes == ["Attends", "Attends", "GraniteModel"], "one class and config, one probe"
+
+
+def test_heads_of_another_number_are_not_those_that_were_kept() -> None:
+    class Heads(Attends):
+        def __init__(self, count: int) -> None:
+            super().__init__()
+            self.count = count
+
+        def mix(self, x: Tensor) -> Tensor:
+            size = (self.count, 16 // self.count)
+            q, k, v = (p(x).unflatten(-1, size).transpose(1, 2) for p in self.projections())
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+            return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+    for count in (2, 4):
+        (part,) = fl.anatomy(Heads(count)).select("query.weight")
+        assert part.heads == fl.Heads(count, count, 16 // count)
