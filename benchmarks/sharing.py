@@ -59,6 +59,8 @@ def main() -> None:
     }  # fmt: skip
     warm = measure(loaded, name, 1, 1, options.data_dir, None)
     report("sharing", {**facts, "what": "warm-up", **warm})
+    if warm["problems"]:
+        raise SystemExit(f"the warm-up run did not finish: {warm['problems'][0]}")
     kinds = {"no": [False], "both": [False, True], "only": [True]}[options.mps]
     for with_mps in kinds if name != "cpu" else [False]:
         with ExitStack() as stack:

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "sinfo", "scontrol", "scancel")
+# A requeued job waits until its credential has expired (cred_expire); the default is two minutes.
 CONF = """\
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={control}
 SlurmdPort={daemon}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 SlurmUser=root
 StateSaveLocation={folder}/state

@@ -1,7 +1,10 @@
 """`--check`: what it says agrees with a real run, and it starts nothing."""
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -29,12 +32,57 @@ def test_it_agrees_with_a_run(tmp_path: Path) -> None:
         run.result.parameters.total, run.result.parameters.trainable,
     )  # fmt: skip
     assert checked.step_seconds is not None
-    assert checked.seconds == pytest.approx(checked.steps * checked.step_seconds)
     assert checked.kind == "eager"
     assert checked.disk_bytes is not None
     assert folder_bytes(tmp_path / "a") <= checked.disk_bytes, "it never promises too little"
     assert checked.memory is not None
     assert checked.memory > 16 * run.result.parameters.trainable
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "checkpoint"), [({"every": 3}, 5), ({"every": "epoch"}, None), ({"every": 100}, 4)]
+)
+def test_the_time_is_that_of_everything_a_run_does(
+    evaluate: dict[str, Any], checkpoint: int | None, tmp_path: Path
+) -> None:
+    train = {"batch": 32, "epochs": 2, "threads": 1, "checkpoint": checkpoint}
+    recipe = tiny(train=train, evaluate={"batch": 64, **evaluate})
+    checked = check_recipe("a", recipe_from(recipe))
+    run = fl.run(recipe, out=tmp_path / "a")
+    kinds = Counter(
+        event.kind for event in run.events() if event.kind in ("evaluation", "checkpoint")
+    )
+    assert checked.evaluations == kinds["evaluation"] - 1, "all but the report"
+    assert checked.checkpoints is not None
+    assert kinds["checkpoint"] <= checked.checkpoints <= kinds["checkpoint"] + kinds["evaluation"]
+    if checkpoint is None:
+        assert kinds["checkpoint"] == checked.checkpoints
+    parts = [
+        (checked.steps, checked.step_seconds), (checked.evaluations, checked.evaluation_seconds),
+        (1, checked.report_seconds), (checked.checkpoints, checked.checkpoint_seconds),
+    ]  # fmt: skip
+    assert all(seconds and seconds > 0 for _, seconds in parts)
+    assert checked.seconds == pytest.approx(sum((n or 0) * (s or 0) for n, s in parts))
+
+
+def test_an_evaluation_is_measured_on_some_batches_and_counted_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second a timed piece of work: 2 of 4 batches of the split of 256 examples were timed."""
+    monkeypatch.setattr(check, "_timed", lambda work, place: (work(), 1.0)[1])
+    checked = check_recipe("a", recipe_from(tiny(evaluate__batch=64, data__examples=64)))
+    assert checked.evaluation_seconds == pytest.approx(2.0)
+    assert checked.report_seconds == pytest.approx(2.0)
+    assert checked.step_seconds == pytest.approx(1 / 3)
+
+
+def test_the_report_of_recordings_decodes_windows_that_overlap() -> None:
+    recipe = load_recipe("eeg-conformer-v2", {"scale": "tiny", "train.threads": 1})
+    checked = check_recipe("a", recipe)
+    assert checked.problem is None
+    assert checked.report_seconds is not None
+    assert checked.evaluation_seconds is not None
+    assert checked.report_seconds > 2 * checked.evaluation_seconds
 
 
 def test_stages_count_together() -> None:
@@ -54,6 +102,7 @@ def test_a_recipe_that_cannot_run_is_named_and_the_others_are_checked(tmp_path: 
     assert len(verdict.problems) == 1
     text = "\n".join(check_table(verdict, 100))
     assert "3 runs: 0:00:0" in text
+    assert re.search("the time is .* of steps, .* of evaluations, .* of reports, .* of check", text)
     assert "cannot run: bad: " in text
     assert not (tmp_path / "x").exists()
 

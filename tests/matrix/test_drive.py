@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -20,9 +21,11 @@ from typer.testing import CliRunner
 
 import frostlab as fl
 from frostlab.cli.main import app
+from frostlab.cli.matrix import _detach
 from frostlab.matrix.drive import Ends, add_to_live, check_notify, drive
 from frostlab.matrix.places import Opened, Places
 from frostlab.matrix.plan import matrix_plan
+from frostlab.matrix.status import read_status
 from frostlab.matrix.store import EVERYTHING, MatrixFolder, MatrixPlan, driving, holder_of
 from frostlab.matrix.task import Outcome, Task, run_task
 from frostlab.matrix.workers import InProcess
@@ -144,10 +147,40 @@ def test_a_run_that_is_refused_is_reported_and_the_command_is_told(
     ]  # fmt: skip
 
 
+def test_a_run_that_diverges_is_reported_once_and_the_others_go_on(tmp_path: Path) -> None:
+    """The loss of one of three runs becomes NaN: the same seed would do so again."""
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(tiny()))
+    values = {"recipes": ["small.yaml"], "settings": {"optim.lr": [1e-3, 1e30, 3e-3]}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+    plan, folder = matrix_plan(str(tmp_path / "mine.yaml")), MatrixFolder(tmp_path / "runs", "mine")
+    told, said = tmp_path / "told.txt", []
+    notify = f"sh -c 'echo {{name}} {{status}} >> {told}'"
+    ends = drive(plan, folder, Places("cpu"), notify=notify, say=said.append)
+    assert (ends.counts, ends.status) == ({"diverged": 1, "finished": 2}, "failed")
+    (broken,) = [path for path in folder.runs.glob("*-s0") if finished_status(path) == "diverged"]
+    assert "lr=1e+30" in broken.name
+    (line,) = [line for line in said if "diverged: step " in line]
+    assert "is not finite" in line
+    kinds = [event.kind for event in RunRecord(broken).events()]
+    assert (kinds.count("start"), kinds.count("resume")) == (1, 0), "it is not tried again"
+    assert told.read_text().splitlines() == [f"{broken.name} diverged", "mine failed"]
+    status = read_status(folder.runs)
+    assert status.counts == {"diverged": 1, "finished": 2}
+    shown = CliRunner().invoke(app, ["status", "--runs", str(folder.runs)]).output
+    assert re.search(rf"{re.escape(broken.name)}: step \d+: .* is not finite", shown)
+    modified = (broken / "result.json").stat().st_mtime_ns
+    again = drive(plan, folder, Places("cpu"), say=said.append)
+    assert (again.counts, again.status) == (ends.counts, "failed")
+    assert (broken / "result.json").stat().st_mtime_ns == modified
+    assert any(line.startswith(f"{broken.name} has diverged, and would again") for line in said)
+
+
 def test_a_command_to_notify_is_checked_first() -> None:
-    check_notify("mail {name} {status}")
-    for wrong in ("mail {nam}", "mail '", "mail {0}"):
-        with pytest.raises(fl.BadInput, match="should be a command with {name} and {status}"):
+    check_notify("echo {name} {status}")
+    with pytest.raises(fl.BadInput, match="--notify: the program 'no-such-program' is not found"):
+        check_notify("no-such-program {name}")
+    for wrong in ("echo {nam}", "echo '", "echo {0}", ""):
+        with pytest.raises(fl.BadInput, match="should be a command; in braces"):
             check_notify(wrong)
 
 
@@ -180,6 +213,39 @@ def test_a_driver_that_cannot_write_says_so_in_one_line(
     with pytest.raises(fl.BadInput, match=r"matrices cannot be written \(No space left"):
         drive(plan_of(tmp_path, 1), folder, CPU)
     assert holder_of(folder.runs) is None
+
+
+def test_on_a_terminal_a_full_disk_is_named_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver whose log cannot be written could not say why it has ended."""
+    monkeypatch.setattr("frostlab.matrix.task.disk_problem", lambda folder: "No space left")
+    monkeypatch.setattr(
+        "frostlab.cli.matrix.subprocess.Popen", lambda *_, **__: pytest.fail("started")
+    )
+    folder = MatrixFolder(tmp_path / "runs", "mine")
+    with pytest.raises(fl.BadInput, match=r"mine cannot be written \(No space left\)"):
+        _detach(plan_of(tmp_path, 1), folder)
+
+
+def test_on_a_terminal_a_driver_that_does_not_begin_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Hanging:
+        pid, returncode = 4321, None
+
+        def poll(self) -> None:
+            return None
+
+    monkeypatch.setattr("frostlab.cli.matrix.subprocess.Popen", lambda *_, **__: Hanging())
+    monkeypatch.setattr("frostlab.cli.matrix._START_SECONDS", 0.2)
+    folder = MatrixFolder(tmp_path / "runs", "mine")
+    with pytest.raises(fl.FrostlabError, match=r"^mine has not begun .* process 4321 ") as caught:
+        _detach(plan_of(tmp_path, 1), folder)
+    assert not isinstance(caught.value, fl.BadInput), "the exit code is 1"
+    assert str(folder.log) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.slow

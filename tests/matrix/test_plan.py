@@ -124,5 +124,5 @@ def test_a_plan_grows_by_runs_and_refuses_changed_ones(tmp_path: Path) -> None:
     assert [task.recipe.seed for task in tasks_of(both, tmp_path)] == [0, 1, 0, 1]
     assert tasks_of(both, tmp_path)[2].recipe.treatment_name == "oelm"
     changed = matrix_plan(write(tmp_path, seeds=1, set={"optim.lr": 0.5}))
-    with pytest.raises(fl.BadInput, match="small-none-s0 would be another run"):
+    with pytest.raises(fl.BadInput, match="small-none-s0 would have another recipe"):
         merged(old, changed)

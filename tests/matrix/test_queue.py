@@ -110,9 +110,13 @@ class Slow(Pretended):
 
 def test_asked_to_stop_it_begins_nothing_more(tmp_path: Path) -> None:
     executor = Slow({"a": ["finished"], "b": ["crashed"], "c": []})
-    queue = Queue(executor, asked_to_stop=lambda: bool(executor.started))
+    said: list[str] = []
+    queue = Queue(executor, asked_to_stop=lambda: bool(executor.started), say=said.append)
     assert ends(queue, tmp_path, "abc") == {"a": "finished", "b": "stopped"}
     assert executor.stopped == ["a", "b"]
+    assert said == [
+        "stopping: each run ends after a step, with a checkpoint; a second request ends them now"
+    ]
 
 
 def test_one_run_can_be_stopped_and_others_added(tmp_path: Path) -> None:
@@ -127,6 +131,19 @@ def test_one_run_can_be_stopped_and_others_added(tmp_path: Path) -> None:
 
     queue = Queue(executor, each_turn=turn)
     assert ends(queue, tmp_path, "abc") == {"a": "stopped", "b": "finished", "d": "finished"}
+
+
+def test_a_run_that_dies_while_it_is_stopped_counts_as_stopped(tmp_path: Path) -> None:
+    executor, said = Slow({"a": ["crashed"]}, room=1), list[str]()
+
+    def turn() -> None:
+        if executor.started and not executor.stopped:
+            queue.drop(tmp_path / "a")
+
+    queue = Queue(executor, each_turn=turn, say=said.append)
+    assert ends(queue, tmp_path, "a") == {"a": "stopped"}
+    assert executor.started == ["a"]
+    assert said == []
 
 
 def test_a_folder_that_a_dying_process_holds_waits(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """A matrix on a real Ray cluster of two nodes on this machine, one of which is killed midway."""
 
+import http.server
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,9 @@ import pytest
 import yaml
 
 import frostlab as fl
+from compared import compared_in
 from frostlab.matrix.places import Places
-from frostlab.matrix.ray_tasks import Receiver, Sender, all_pieces
+from frostlab.matrix.ray_tasks import Receiver, Sender, all_pieces, check_address
 from frostlab.records.folder import RunRecord
 from tiny import tiny
 
@@ -83,7 +87,7 @@ def test_a_mirrored_folder_is_the_same_after_every_change(
         ("127.0.0.1:1", "no Ray cluster answers there"),
         ("nowhere", "should be HEAD:PORT"),
         ("a:b", "should be HEAD:PORT"),
-        ("ray://a:1", "must run on a machine of the cluster"),
+        ("ray://a:1", r"\(Ray Client\) are not supported; log in to a machine of the cluster"),
     ],
 )
 def test_an_unreachable_address_is_one_line(address: str, message: str) -> None:
@@ -92,6 +96,20 @@ def test_an_unreachable_address_is_one_line(address: str, message: str) -> None:
         Places(ray=address).check()
     with pytest.raises(fl.BadInput, match="--ray chooses the devices itself"):
         Places("cpu", ray=address).check()
+
+
+def test_another_program_at_the_address_is_noticed_at_once() -> None:
+    """Ray itself would wait for minutes."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'frostlab[ray]'")
+    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    server.RequestHandlerClass.log_message = lambda *_: None  # type: ignore[method-assign]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(fl.BadInput, match=r"another program answers there; .*usually 6379"):
+            check_address(f"127.0.0.1:{server.server_port}")
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.fixture
@@ -105,6 +123,27 @@ def cluster() -> Iterator[Any]:
     )
     yield made
     made.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_a_comparison_on_a_cluster_is_the_local_one(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is not part of the cluster is told so first."""
+    cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    check_address(cluster.address)
+    elsewhere = {"eth0": [types.SimpleNamespace(address="192.0.2.1")]}
+    with monkeypatch.context() as patch:
+        patch.setattr("psutil.net_if_addrs", lambda: elsewhere)
+        with pytest.raises(fl.BadInput, match=r"not part of the cluster; run `ray start --address"):
+            check_address(cluster.address)
+    there = compared_in(tmp_path, "--ray", cluster.address)
+    log = there / "queue" / "runs" / "logs" / "oelm-s1.log"
+    first, *_, last = log.read_text().splitlines()
+    assert first.startswith("step 0 of 16")
+    assert last.startswith("finished: accuracy ")
 
 
 @pytest.mark.slow

@@ -106,13 +106,12 @@ def test_auto_fits_memory_and_cores(
     two_gpus: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    assert advised("cuda:0", None, mps=False) == slots.BEST_AT_ONCE
-    assert advised("cuda:0", None, mps=True) == slots.BEST_WITH_MPS
-    assert advised("cuda:0", 3 * 10**9, mps=True) == 3  # 9 of 10 GB
-    assert advised("cuda:0", 3 * 10**10, mps=True) == 1
-    assert advised("cpu", None, mps=True) == 1
+    assert advised("cuda:0", None) == slots.BEST_AT_ONCE
+    assert advised("cuda:0", 3 * 10**9) == 3  # 9 of 10 GB
+    assert advised("cuda:0", 3 * 10**10) == 1
+    assert advised("cpu", None) == 1
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert advised("cuda:0", None, mps=False) == 2
+    assert advised("cuda:0", None) == 2
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "257", "1.5", "two", "١", ""])

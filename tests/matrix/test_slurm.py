@@ -12,8 +12,11 @@ import yaml
 
 import frostlab as fl
 import slurm_here
+from compared import compared_in
+from frostlab.matrix.check import check_recipe
 from frostlab.matrix.places import Places
-from frostlab.matrix.slurm_jobs import parse_options
+from frostlab.matrix.slurm_jobs import check_options, parse_options, warning_seconds
+from frostlab.recipe.load import recipe_from
 from frostlab.records.folder import RunRecord
 from tiny import tiny
 
@@ -27,10 +30,23 @@ def test_options_are_those_of_sbatch() -> None:
         assert parse_options(f"time={text}")["time"] == minutes
 
 
-@pytest.mark.parametrize("text", ["partition", "=x", "time=soon", "a b=1", "partition="])
+@pytest.mark.parametrize(
+    "text", ["partition", "=x", "time=soon", "a b=1", "partition=", "signal_delay_s=x"]
+)
 def test_wrong_options_are_refused(text: str) -> None:
     with pytest.raises(fl.BadInput, match="--slurm"):
         parse_options(text)
+
+
+def test_the_time_limit_must_be_given() -> None:
+    pytest.importorskip("submitit", reason="submitit is not installed: frostlab[slurm]")
+    with pytest.raises(fl.BadInput, match="--slurm partition=x: add the time limit of a job"):
+        check_options("partition=x")
+
+
+def test_the_signal_before_the_limit_leaves_a_short_job_time_to_start() -> None:
+    """Slurm may send it half a minute early."""
+    assert [warning_seconds(minutes) for minutes in (1, 3, 9, 240)] == [10, 30, 90, 90]
 
 
 def test_places_exclude_each_other() -> None:
@@ -67,7 +83,8 @@ def write(folder: Path, seeds: int, **changes: object) -> None:
 @pytest.mark.slow
 def test_runs_are_jobs_of_an_array(environment: dict[str, str], tmp_path: Path) -> None:
     write(tmp_path, 3)
-    wrong = command(tmp_path, environment, "matrix", "mine.yaml", "--slurm", "partition=test")
+    options = ("--slurm", "partition=test,time=9")
+    wrong = command(tmp_path, environment, "matrix", "mine.yaml", *options)
     assert wrong.returncode == 2
     assert "partition=test does not exist; did you mean `tests`" in wrong.stderr
     assert not (tmp_path / "runs").exists()
@@ -85,39 +102,45 @@ def test_runs_are_jobs_of_an_array(environment: dict[str, str], tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_requeued_job_goes_on_from_its_checkpoint(
+@pytest.mark.timeout(600)
+def test_a_job_at_its_time_limit_is_requeued_and_goes_on(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """The signal that Slurm sends before the time limit requeues the job; status shows it."""
-    train = {"batch": 8, "steps": 4000, "threads": 1, "checkpoint": 200}
-    write(tmp_path, 1, train=train, evaluate={"every": 2000, "batch": 256})
-    words = [sys.executable, "-m", "frostlab", "matrix", "mine.yaml", "--slurm", "time=30"]
+    """The run takes longer than the limit of one minute; status shows the job while it waits."""
+    train = {"batch": 8, "steps": 1000, "threads": 1, "checkpoint": 10**6}
+    step = check_recipe("a", recipe_from(tiny(train=train))).step_seconds
+    assert step is not None
+    train["steps"] = round(65 / step)
+    write(tmp_path, 1, train=train, evaluate={"every": train["steps"], "batch": 256})
+    words = [sys.executable, "-m", "frostlab", "matrix", "mine.yaml", "--slurm", "time=0:01:00"]
     pipe = subprocess.PIPE
     driver = subprocess.Popen(
         words, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True
     )
-    run = tmp_path / "runs" / "small-none-s0"
-    deadline = time.monotonic() + 100
-    while not list(run.glob("checkpoints/step-*")):
-        assert time.monotonic() < deadline
-        assert driver.poll() is None, driver.communicate()
-        time.sleep(0.1)
-    jobs = json.loads((tmp_path / "runs/matrices/mine/slurm/jobs.json").read_text())
-    (number,) = jobs.values()
-    subprocess.run(["scancel", "--signal=USR2", number], env=environment, check=True)
-    seen = set()
-    deadline = time.monotonic() + 60
-    while "pending" not in seen and time.monotonic() < deadline:
-        shown = command(tmp_path, environment, "status", "--json")
-        seen |= {row["state"] for row in json.loads(shown.stdout)["runs"]}
-    _, stderr = driver.communicate(timeout=290)
+    events = tmp_path / "runs" / "small-none-s0" / "events.jsonl"
+    states: list[str] = []
+    while driver.poll() is None:
+        shown = json.loads(command(tmp_path, environment, "status", "--json").stdout)
+        states += [row["state"] for row in shown["runs"] if states[-1:] != [row["state"]]]
+        time.sleep(0.5)
+    _, stderr = driver.communicate()
     assert driver.returncode == 0, stderr
-    assert "pending" in seen, "Slurm lets a requeued job wait for two minutes"
-    resumes = [
-        json.loads(line)["step"] for line in (run / "events.jsonl").read_text().splitlines()
-        if line.startswith('{"kind": "resume"')
-    ]  # fmt: skip
-    assert len(resumes) == 1
-    assert resumes[0] > 0
-    alone = fl.run(str(tmp_path / "small.yaml"), out=tmp_path / "alone")
-    assert RunRecord(run).result.weights_digest == alone.result.weights_digest
+    assert "tried once more" not in stderr, "a time limit is no crash"
+    assert "pending" in states[states.index("running") :], states
+    found = [json.loads(line) for line in events.read_text().splitlines()]
+    stops = [event["step"] for event in found if event["kind"] == "end"]
+    resumes = [event["step"] for event in found if event["kind"] == "resume"]
+    assert resumes, "it took longer than the limit"
+    assert resumes == stops[:-1], "no step was taken twice"
+    assert stops[-1] == train["steps"]
+
+
+@pytest.mark.slow
+def test_a_comparison_through_slurm_is_the_local_one(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    there = compared_in(tmp_path, "--slurm", "time=10", environment=environment)
+    jobs = json.loads((there / "queue" / "runs" / "slurm" / "jobs.json").read_text())
+    assert sorted(jobs) == ["baseline-s0", "baseline-s1", "oelm-s0", "oelm-s1"]
+    log = there / "queue" / "runs" / "logs" / "oelm-s1.log"
+    assert log.read_text().startswith("step 0 of 16")

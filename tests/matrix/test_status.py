@@ -6,6 +6,7 @@ import pty
 import re
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from forked import frostlab_command
 from frostlab.cli.main import app
 from frostlab.matrix.plan import matrix_plan
 from frostlab.matrix.show import overview_rows, overview_table
-from frostlab.matrix.status import read_status
+from frostlab.matrix.status import _progress, _seconds_left, read_status
 from frostlab.matrix.store import DriverState, MatrixFolder, RunState, driving
 from tiny import tiny
 
@@ -72,6 +73,14 @@ def test_the_record_and_the_driver_say_where_runs_stand(store: Path) -> None:
     set_state(store, "finished")
 
 
+def test_jobs_that_are_pending_have_no_room_yet(store: Path) -> None:
+    rows = [replace(row, state="finished", total_seconds=60.0) for row in
+            read_status(store / "runs").runs[:1]]  # fmt: skip
+    rows += [replace(rows[0], state="running", steps=600, steps_per_second=10.0, seconds_left=30.0)]
+    rows += [replace(rows[0], state="pending", total_seconds=None)] * 3
+    assert _seconds_left(rows, 1000) == pytest.approx(30 + 3 * 60)
+
+
 def test_a_running_run_shows_its_step_speed_and_time_left(store: Path, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     folder = MatrixFolder(runs, "mine")
@@ -91,6 +100,21 @@ def test_a_running_run_shows_its_step_speed_and_time_left(store: Path, tmp_path:
     assert row.loss == values["loss"][-1]
     assert row.steps_per_second is not None
     assert row.seconds_left == pytest.approx((8 - values["step"]) / row.steps_per_second)
+
+
+def test_the_steps_are_those_of_the_stage_that_runs(tmp_path: Path) -> None:
+    """Also if the stage has written many events."""
+    events: list[dict[str, Any]] = [
+        {"kind": "stage", "step": 0, "steps": 100}, {"kind": "stage", "step": 100, "steps": 99_000},
+    ]  # fmt: skip
+    events += [
+        {"kind": "step", "step": step, "loss": [1.0] * 9 + [step / 2], "ms": [5.0] * 10}
+        for step in range(110, 90_110, 10)
+    ]
+    path = tmp_path / "events.jsonl"
+    path.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    assert path.stat().st_size > 1 << 20
+    assert _progress(path) == (90_100, 99_100, 45_050.0, 200.0)
 
 
 def test_the_overview_has_the_columns_of_the_mission_and_the_gap(store: Path) -> None:
@@ -114,6 +138,10 @@ def test_times_of_runs_that_shared_a_device_are_left_out(store: Path) -> None:
     assert alone.total_seconds is not None
     assert (apart.total_seconds, apart.step_seconds) == (None, None)
     assert apart.status == "finished, 2 seeds; shared a device, so not timed"
+    first, second = (row for row in found.runs if row.id == apart.id)
+    mixed = replace(found, runs=[first, replace(second, runs_at_once=2)])
+    (one,) = overview_rows(mixed)
+    assert (one.total_seconds, one.status) == (first.total_seconds, "finished, 2 seeds")
 
 
 def test_the_commands_print_it(store: Path) -> None:
@@ -131,22 +159,51 @@ def test_the_commands_print_it(store: Path) -> None:
     (logs / "small-none-s0.log").write_text("step 1\nstep 2\n")
     assert call(app, ["logs", "small-none-s0", *runs]).output == "step 1\nstep 2\n"
     assert call(app, ["logs", "small-none", "-f", *runs]).output == "step 1\nstep 2\n"
+    assert call(app, ["logs", "small-oelm-s1", "-f", *runs]).output == "", "nothing is running"
+
+
+def test_the_log_of_a_run_that_waits_is_waited_for(store: Path) -> None:
+    runs = ["--runs", str(store / "runs")]
+    folder = MatrixFolder(store / "runs", "mine")
+    set_state(store)
+    with driving(folder):
+        early = CliRunner().invoke(app, ["logs", "small-oelm-s1", *runs]).exception
+        assert "small-oelm-s1 has written nothing yet; see `frostlab status`" in str(early)
+        shown: list[str] = []
+        follow = ["logs", "small-oelm-s1", "-f", *runs]
+        thread = threading.Thread(
+            target=lambda: shown.append(CliRunner().invoke(app, follow).output), daemon=True
+        )
+        thread.start()
+        time.sleep(0.5)
+        (folder.logs / "small-oelm-s1.log").write_text("it begins\n")
+        time.sleep(0.5)
+        set_state(store, "finished")
+        thread.join(20)
+    assert shown == ["it begins\n"]
+    (folder.logs / "small-oelm-s1.log").unlink()
 
 
 def test_stop_leaves_a_request_for_the_driver(store: Path) -> None:
     call, runs = CliRunner().invoke, store / "runs"
     folder = MatrixFolder(runs, "mine")
     with driving(folder):
-        assert call(app, ["stop", "small-oelm-s1", "--runs", str(runs)]).exit_code == 0
-        assert call(app, ["stop", "mine", "--runs", str(runs)]).exit_code == 0
+        set_state(store)
+        stopped = call(app, ["stop", "small-oelm-s1", "--runs", str(runs)])
+        assert stopped.output == "small-oelm-s1 will not be started\n"
+        stopped = call(app, ["stop", "mine", "--runs", str(runs)])
+        assert stopped.output == "mine stops; its runs write a checkpoint first\n"
+        set_state(store, "stopping")
+        assert call(app, ["stop", "mine", "--runs", str(runs)]).output == "mine ends at once\n"
         for name, reason in (
+            ("small-none-s0", "small-none-s0 is finished; only what runs or waits can be stopped"),
             ("small-oelm", "could be small-oelm-s0, small-oelm-s1"),
             ("small-olm-s2", "is no run of mine; did you mean `small-oelm-s"),
         ):
             refused = call(app, ["stop", name, "--runs", str(runs)]).exception
             assert isinstance(refused, fl.BadInput)
             assert reason in str(refused)
-    assert list(folder.requests()) == [{"stop": "small-oelm-s1"}, {"stop": "*"}]
+    assert list(folder.requests()) == [{"stop": "small-oelm-s1"}, {"stop": "*"}, {"stop": "*"}]
     assert list(folder.requests()) == []
 
 
@@ -155,12 +212,15 @@ def test_stop_leaves_a_request_for_the_driver(store: Path) -> None:
     [
         (["stop", "mine"], "no matrix runs in"),
         (["status", "mien"], "no matrix 'mien' in .*did you mean `mine`"),
-        (["logs", "small-none-s7"], "has a log of 'small-none-s7'"),
+        (["logs", "small-none-s7"], "has a log of 'small-none-s7'; did you mean `small-none-s.`"),
         (["status", "--live", "--json"], "--live draws a table on a terminal"),
         (["matrix", "phase33"], "no group is called 'phase33'; did you mean `phase3`"),
         (["matrix", "phase3", "--devices", "cuda:77"], "'cuda:77' is not a device of this machine"),
         (["matrix", "phase3", "--add"], "--add: no matrix runs in"),
-        (["matrix", "phase3", "--notify", "x {y}"], "should be a command with"),
+        (
+            ["matrix", "phase3", "--notify", "x {y}"],
+            "in braces, it may have only",
+        ),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str, store: Path) -> None:

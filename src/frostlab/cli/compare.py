@@ -14,7 +14,6 @@ from frostlab.cli.options import (
     AsJson,
     DataDir,
     Device,
-    Devices,
     PerDevice,
     Ray,
     ScaleOption,
@@ -103,7 +102,7 @@ def compare(
         typer.Option(
             metavar="SETTING",
             help="Tune a setting, lr or decay (weight decay), for each arm: train with 1/3, 1 and "
-            "3 times the recipe's value, each with every seed.",
+            "3 times the recipe's value, each with every seed, and choose by the tune split.",
         ),
     ] = None,
     rounds: Annotated[
@@ -148,7 +147,13 @@ def compare(
             help="Number of runs to train at the same time; they must fit in memory together.",
         ),
     ] = 1,
-    devices: Devices = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DEVICES",
+            help="Devices to train on, e.g. cuda:0,cuda:1; replaces --device and --jobs.",
+        ),
+    ] = None,
     per_device: PerDevice = "1",
     ray: Ray = None,
     slurm: Slurm = None,
@@ -170,7 +175,7 @@ def compare(
     A treatment sets or freezes some of the weights. Every arm is trained with the same
     seeds, and runs with the same seed are compared in pairs. The verdict on an arm says
     whether it is better or worse than the baseline arm. A verdict is confounded if the
-    two arms differ in more than the treatment.
+    two arms differ in more than the treatment, tuned settings and what the comparison varies.
 
     A group is several comparisons, which are carried out one after another. To continue
     an interrupted comparison or group, run the same command again.
@@ -250,7 +255,10 @@ def _runner_of(
     chosen = places != type(places)()  # not the default
     if chosen and (jobs > 1 or device is not None):
         other = "--jobs" if jobs > 1 else "--device"
-        raise BadInput(f"{other} has no meaning with --devices and --per-device, which replace it")
+        raise BadInput(
+            f"{other} has no meaning with --devices, --per-device, --ray or --slurm, which replace "
+            "it"
+        )
     if chosen:
         places.check()
 

@@ -243,7 +243,10 @@ def _show(
 
 
 def _show_flows(diagnosis: "Diagnosis", width: int | None) -> None:
-    """Print the findings; then, for every stage, a table and, if measured, a map and its pages."""
+    """Print the findings and, for every stage, a table and, if there are measurements, a map.
+
+    The map is also written as pages, whose paths are printed.
+    """
     from frostlab.flow.show import flow_map_text, flow_page
 
     where = f"{diagnosis.folder}, {diagnosis.status}, step {diagnosis.step}"

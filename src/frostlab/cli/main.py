@@ -71,8 +71,8 @@ def commands(
 ) -> None:
     """Freeze or change parts of a transformer, train it, and measure what that changes.
 
-    Exit codes: 0 success; 1 failure, or a fault that diagnose, verify or data check found;
-    2 bad input.
+    Exit codes: 0 success; 1 failure, or a problem that diagnose, verify, data check or
+    --check found; 2 bad input.
     """
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from frostlab.matrix.store import MatrixFolder, MatrixPlan
     from frostlab.recipe.recipe import Recipe
 
-_START_SECONDS = 60.0  # for the driver to begin, before this command says that it did not
+_START_SECONDS = 60.0  # longest wait for the driver to begin; it may still begin later
 
 
 def matrix(
@@ -68,13 +68,14 @@ def matrix(
     ] = False,
     add: Annotated[
         bool,
-        typer.Option("--add", help="Add these runs to the matrix that runs in --runs now."),
+        typer.Option("--add", help="Add these runs to the matrix that is running in --runs."),
     ] = False,
     notify: Annotated[
         str | None,
         typer.Option(
             metavar="COMMAND",
-            help="Command to start when a run fails or the matrix ends, e.g. 'mail {name} "
+            help="Command to start when a run fails or diverges and when the matrix ends, with the "
+            "name and the status in place of {name} and {status}, e.g. 'notify-send {name} "
             "{status}'.",
         ),
     ] = None,
@@ -82,7 +83,8 @@ def matrix(
         bool,
         typer.Option(
             "--check",
-            help="Find the data, build every model and time three steps; start nothing.",
+            help="Find the data, build every model, and time a few steps and evaluations, to "
+            "estimate time, memory and disk; no run is started.",
         ),
     ] = False,
     data_dir: DataDir = None,
@@ -202,14 +204,18 @@ def _drive(
 
 
 def _detach(plan: "MatrixPlan", folder: "MatrixFolder") -> None:
-    """Start this command again without a terminal, and wait until it has begun."""
+    """Start the driver, which is this command without a terminal, and wait until it has begun."""
     from frostlab.matrix.drive import prepare_matrix
     from frostlab.matrix.store import holder_of
+    from frostlab.matrix.task import disk_problem
 
     merged, left = prepare_matrix(plan, folder)  # refuses what the driver would refuse
     for run in merged.runs:
         if run.missing is not None:
             echo(f"{run.name} cannot run (missing: {run.missing}); the others go on")
+    problem = disk_problem(folder.path)  # a driver that cannot write its log could not report it
+    if problem is not None:
+        raise BadInput(f"{folder.path} cannot be written ({problem})")
     try:
         folder.logs.mkdir(parents=True, exist_ok=True)
         log = folder.log.open("ab")
@@ -236,6 +242,11 @@ def _detach(plan: "MatrixPlan", folder: "MatrixFolder") -> None:
             kind = BadInput if driver.returncode == 2 else FrostlabError
             raise kind(last.removeprefix("frostlab: "))
         time.sleep(0.1)
+    else:
+        raise FrostlabError(
+            f"{plan.name} has not begun after {_START_SECONDS:.0f} s; process {driver.pid} may "
+            f"still begin it: see `frostlab status` and {folder.log}"
+        )
     echo(
         f"{plan.name}: {counted(len(left), 'runs')} to train in the background (process "
         f"{driver.pid}); `frostlab status` shows them, `frostlab stop {plan.name}` stops them"

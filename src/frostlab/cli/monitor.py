@@ -16,6 +16,8 @@ from frostlab.text import escaped, printable
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from frostlab.matrix.status import MatrixStatus
+
 _MOST_ROWS = 40  # rows that are shown without --all
 _LIVE_SECONDS = 1.0  # between two drawings
 _FOLLOW_SECONDS = 0.3  # between two looks at a log
@@ -29,7 +31,7 @@ def status(
         ),
     ] = None,
     live: Annotated[
-        bool, typer.Option("--live", help="Redraw the table every second, until Ctrl-C.")
+        bool, typer.Option("--live", help="Redraw the table every second, until the runs end.")
     ] = False,
     markdown: Annotated[
         bool,
@@ -43,7 +45,7 @@ def status(
 ) -> None:
     """Show where the runs of a matrix stand: state, device, step, loss, speed, time left.
 
-    Without a matrix, all runs in the folder are shown.
+    If the folder has no matrix, all its runs are shown.
     """
     from frostlab.matrix.show import as_json as status_values
     from frostlab.matrix.show import cautions, ended, overview_rows, overview_table, terminal_table
@@ -80,7 +82,7 @@ def status(
 def _console() -> "Console":
     from rich.console import Console
 
-    # A pipe gets whole lines; a terminal its own width.
+    # A pipe gets lines of up to 200 characters, a terminal those that fit.
     return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
@@ -90,10 +92,11 @@ def stop(
     ],
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Stop a run, or a whole matrix: runs end after a step, with a checkpoint.
+    """Stop a run of a matrix, or the whole matrix: runs end after a step, with a checkpoint.
 
     The same matrix command continues them later. Stopping a matrix twice ends it at once.
     """
+    from frostlab.matrix.status import read_status
     from frostlab.matrix.store import EVERYTHING, MatrixFolder, holder_of
 
     holder = holder_of(runs)
@@ -101,8 +104,12 @@ def stop(
         raise BadInput(f"no matrix runs in {runs}, so nothing can be stopped")
     folder = MatrixFolder(runs, holder.name)
     if name == holder.name:
+        state = folder.state()
+        again = state is not None and state.status == "stopping"
         folder.request(stop=EVERYTHING)
-        echo(f"{name} stops; its runs write a checkpoint first")
+        echo(
+            f"{name} ends at once" if again else f"{name} stops; its runs write a checkpoint first"
+        )
         return
     names = [run.name for run in folder.plan().runs]
     matches = [known for known in names if known == name] or [
@@ -112,14 +119,19 @@ def stop(
         problem = f"could be {', '.join(matches[:5])}" if matches else f"is no run of {folder.name}"
         hint = "" if matches else nearest(name, [folder.name, *names])
         raise BadInput(f"{name!r:.80} {problem}{hint}")
-    folder.request(stop=matches[0])
-    echo(f"{matches[0]} stops; it writes a checkpoint first")
+    (run,) = matches
+    states = {row.name: row.state for row in read_status(runs, folder.name).runs}
+    if states[run] not in ("running", "pending", "waiting"):
+        raise BadInput(f"{run} is {states[run]}; only what runs or waits can be stopped")
+    folder.request(stop=run)
+    begun = states[run] == "running"
+    echo(f"{run} stops; it writes a checkpoint first" if begun else f"{run} will not be started")
 
 
 def logs(
     run: RunName,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on while the run writes, until Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Go on until the run ends.")
     ] = False,
     runs: RunsFolder = Path("runs"),
 ) -> None:
@@ -127,7 +139,12 @@ def logs(
     from frostlab.matrix.status import read_status
     from frostlab.matrix.store import find_log
 
-    path = find_log(runs, run)
+    path = find_log(runs, run, wait=follow)
+    matrix = path.parent.parent.name
+    while not path.exists():
+        if not _may_write(read_status(runs, matrix), path.stem):
+            return
+        time.sleep(_FOLLOW_SECONDS)
     with path.open("rb") as file:
         try:
             while True:
@@ -137,9 +154,15 @@ def logs(
                 elif not follow:
                     return
                 else:
-                    states = {row.name: row.state for row in read_status(runs).runs}
-                    if states.get(path.stem) not in ("running", "waiting"):
+                    if not _may_write(read_status(runs, matrix), path.stem):
                         return
                     time.sleep(_FOLLOW_SECONDS)
         except KeyboardInterrupt:
             return
+
+
+def _may_write(status: "MatrixStatus", name: str) -> bool:
+    """Return whether a run writes to its log, or will."""
+    states = {row.name: row.state for row in status.runs}
+    live = status.status in ("running", "waiting", "stopping")
+    return live and states.get(name) in ("running", "waiting", "pending")

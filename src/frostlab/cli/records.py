@@ -145,7 +145,7 @@ def show(
 ) -> None:
     """Show a run (recipe, results, times, environment) or a comparison (conclusions, arms, files).
 
-    For a group of comparisons, the summary is shown.
+    For a group, its summary is shown.
     """
     from frostlab.records.index import is_comparison, is_group
 
@@ -238,7 +238,7 @@ def _show_comparison(folder: Path, width: int | None, as_json: bool) -> None:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Return a comparison's files with their sizes, and its folders with their runs or files."""
+    """Return name → size of a comparison's files, and → number of runs or files of its folders."""
     files = {}
     for path in sorted(folder.iterdir()):
         if path.is_dir():
@@ -368,9 +368,9 @@ def clean(
 ) -> None:
     """Remove old runs, except those with a tag.
 
-    Three other kinds of runs are kept, too: runs in progress, runs that a comparison
-    refers to, and runs whose records cannot be read. For each run that is kept for one
-    of these reasons, clean prints a line; runs that are not old enough are not listed.
+    Also kept are runs in progress, runs that a comparison uses, links to runs, and runs
+    whose records or tags cannot be read. For each old run that is kept, clean prints a
+    line with the reason.
     The age of an unfinished run is counted from its last event.
     """
     from frostlab.records.clean import duration, old_runs, remove_run
@@ -412,7 +412,7 @@ def verify(
 ) -> None:
     """Check that the files of finished runs and comparisons have not changed.
 
-    A finished run or comparison has a manifest: a file with the checksums of all its
+    A finished run or comparison has a manifest: a file with the checksums of its other
     files. verify prints one line for every file that was changed, added or removed, and
     one for every run or comparison without a manifest. If several files of one
     checkpoint differ, only the first is named. If a line is printed, the exit code is 1.

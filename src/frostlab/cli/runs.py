@@ -147,7 +147,7 @@ def run(
         typer.Option(
             "--resume",
             help="Continue the newest unfinished run of this recipe, or the run in --out. "
-            "Without such a run, start a new one.",
+            "If the recipe has no run yet, start one.",
         ),
     ] = False,
     data_dir: DataDir = None,
@@ -163,7 +163,9 @@ def run(
     check: Annotated[
         bool,
         typer.Option(
-            "--check", help="Find the data, build the model and time three steps; start nothing."
+            "--check",
+            help="Find the data, build the model, and time a few steps and evaluations, to "
+            "estimate time, memory and disk; no run is started.",
         ),
     ] = False,
     scale: ScaleOption = None,

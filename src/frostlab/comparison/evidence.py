@@ -1,4 +1,4 @@
-"""The schema of evidence.json, the file from which the page and the tables are made.
+"""The schema of evidence.json, the file from which pages, reports and tables are made.
 
 A comparison has several arms, which are variants of one recipe, with the same seeds. Runs of two
 arms (one is usually the baseline) are paired if they have the same seed and differ only as the plan
@@ -30,7 +30,7 @@ SCHEMA = 6  # version of evidence.json
 CONVERGED = ("steps", "epochs", "seconds")  # what a run spent until it reached a target
 # Gradient flow in the first two layers of the model (measures/gradients.py).
 QUANTITIES = ("front_ratio", "weight_change", "update")
-# EEG: mean and std of r over seen and over unseen subjects, and the challenge's score.
+# EEG: mean and std of r over training (seen) and other (unseen) subjects; the challenge's score
 SEGMENTS = ("seen", "seen_std", "unseen", "unseen_std", "score")
 _MOST_VALUES = 10**7  # numbers and texts in evidence.json
 Schema = TypeVar("Schema")
@@ -88,15 +88,15 @@ class ArmVerdict:
     metric: str
     word: Word
     sentence: str  # the word and its numbers in a sentence
-    family: int  # number of compared pairs of arms, whose intervals hold simultaneously
+    family: int  # number of statements, whose intervals hold simultaneously
     paired: Effect | None  # None if there is no pair of values
-    could_have_seen: float | None  # effect that is found with a probability of at least 80 %
-    margin: Limit | None  # None without a margin, two pairs or a finished run of `baseline`
+    could_have_seen: float | None  # smallest effect that is found in 8 of 10 such comparisons
+    margin: Limit | None  # None if the plan has no margin, or if too few runs finished
     anytime: tuple[float | None, float | None] | None  # interval valid for any number of analyses
-    improvement: float | None  # how often a run of the arm beats one of the other arm
+    improvement: float | None  # how often a run of the arm beats a run of `baseline`
     population: Effect | None  # effect for other test examples; only for accuracy
-    skewed: float | None  # notable skewness of the differences, or its mean over pooled arms
-    missing: dict[str, int]  # arm → number of runs of the paired seeds without a finite value
+    skewed: float | None  # skewness of the differences, or its mean over all arms, if notable
+    missing: dict[str, int]  # arm → how many of its paired runs have no finite value
     together: tuple[str, ...]  # factors that differ together, if several (`Plan.together`)
     notes: tuple[str, ...]  # remarks, such as why a run has no value
 
@@ -193,7 +193,7 @@ class RunSummary:
     clipped_steps: int | None  # steps whose gradient was clipped; None without clipping
     weights_digest: str | None  # of the reported weights, which are the best
     recipe_digest: str
-    caution: str | None  # a warning about the data, to show with every number
+    caution: str | None  # a warning to show with every number: small scale, stand-ins, odd data
 
     @property
     def finished(self) -> bool:
@@ -304,7 +304,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class ArmConvergence:
-    """The first evaluations at which an arm's runs reached the target; keys are `CONVERGED`.
+    """What an arm's runs had spent when they first reached the target; keys are `CONVERGED`.
 
     Ratios to the baseline are paired by seed, over the seeds with which both arms reached the
     target. If the arm missed the target more often than the baseline, the interval has no upper
@@ -349,7 +349,7 @@ class TunedSetting:
     values: tuple[float, ...]  # the grid
     extended: bool  # whether the grid was extended at an end
     best: dict[str, float]  # arm → the value with the best mean over all seeds
-    on_edge: dict[str, bool]  # arm → whether `best` is an end of the grid that could be extended
+    on_edge: dict[str, bool]  # arm → whether `best` is at an end with valid values beyond
     curves: dict[str, tuple[TuningPoint, ...]]  # arm → a point for each value
 
 
@@ -360,10 +360,10 @@ class TimedArm:
     ms: float  # per step, median
     ms_mean: float
     ratio: float | None  # to the baseline's time; None for the baseline
-    low: float | None  # ends of the ratio's interval; the intervals of all arms hold together
+    low: float | None  # ends of the ratio's interval; all arms' intervals hold at once
     high: float | None
-    ceiling: float | None  # lower bound on the ratio, by the saved FLOPs; None if unknown
-    limits: dict[str, Any] | None  # FLOPs and memory; keys that end in `_all` are the baseline's
+    ceiling: float | None  # lowest ratio that the saved FLOPs allow; None if unknown
+    limits: dict[str, Any] | None  # the arm's FLOPs and bytes; keys in `_all`: the baseline's
     flag: str | None  # likely reason for a gain that is larger than the saved FLOPs allow
     word: Word | None  # verdict on the time; None for the baseline
     sentence: str | None  # the word and its numbers in a sentence
@@ -381,7 +381,7 @@ class StepTiming:
 
     baseline: str
     arms: dict[str, TimedArm]  # including the controls, which are copies of the baseline
-    control: TimedArm  # the control that differs most
+    control: TimedArm  # the control that differs most from the other copies
     proven: bool  # whether the timing can be trusted
     reasons: tuple[str, ...]  # why it cannot be trusted; empty if proven
     notes: tuple[str, ...]  # drift of the baseline, and load by other processes
@@ -393,8 +393,8 @@ class StepTiming:
     stopped_by: str  # `width` (every interval was narrow enough) or `time` (limit reached)
     width: float  # target width of every 95 % interval over the builds, relative to the ratio
     device: str
-    drift: dict[str, float | None]  # change of the baseline's time during the measurement
-    watched: dict[str, Any]  # load of the machine by other processes
+    drift: dict[str, float | None]  # change of the baseline's time (`timing.interleave.Drift`)
+    watched: dict[str, Any]  # load by other processes (`records.telemetry.Watched`)
 
 
 @dataclass(frozen=True)
@@ -414,7 +414,7 @@ class Repeat:
     seed: int
     folder: str  # of the second run, relative to the comparison's folder
     status: str  # of the second run
-    metrics: dict[str, tuple[float | None, float | None]]  # the reported values of both runs
+    metrics: dict[str, tuple[float | None, float | None]]  # metric → (first, second) run's value
     same_weights: bool  # whether both runs report the same weights
 
 
@@ -486,7 +486,7 @@ class Evidence:
     look: int  # number of this analysis of results for the same question, from 1 (`looks.py`)
     earlier_looks: tuple[EarlierLook, ...]  # in any folder
     jobs: int  # largest number of parallel runs
-    caution: str | None  # a warning about the data or the runs, to show with every number
+    caution: str | None  # a warning to show with every number: scale, data, or choice of runs
     data: DataRecord | None  # of the first run; None if it cannot be read
     pairs: int  # number of finished runs that were paired with a finished run of the baseline
     confounds: dict[str, tuple[str, ...]]  # arm → settings that differ, but are not compared

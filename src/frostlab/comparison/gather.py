@@ -290,9 +290,9 @@ def _identical(runs: Runs, arm: str, against: str) -> bool:
 def _at_chance(runs: Runs, arm: str) -> bool:
     """Return whether an arm's accuracy may be that of always predicting the most common class.
 
-    The answer is True if the mean accuracy over seeds is within two standard errors of that class's
-    frequency. For a correlation, it is True if the interval over seeds includes 0. Other metrics
-    have no known chance level, so for them it is False.
+    The answer is True if the mean accuracy over seeds differs from that class's frequency by two of
+    the frequency's standard errors at most. For a correlation, it is True if the interval over
+    seeds includes 0. Other metrics have no known chance level, so for them it is False.
     """
     own_runs = [runs.summaries[arm, seed] for seed in runs.seeds_of(arm)]
     metric = runs.plan.rules.metric

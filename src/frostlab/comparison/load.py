@@ -51,7 +51,7 @@ _RULES = ("metric", "alpha", "minimum_effect", "margin", "looks")
 _SET_HERE = ("name", "rules", "quick", "runs")  # keys of a plan that its file may not set
 KEYS = ("set", *_RULES, *(key for key in Plan.model_fields if key not in _SET_HERE))
 _INSTEAD = {"treatment": "arms", "seed": "seeds"}  # setting that cannot be set → key to set
-_TUNABLE = {"lr": "optim.lr", "decay": "optim.decay"}  # settings that can be tuned by name alone
+_TUNABLE = {"lr": "optim.lr", "decay": "optim.decay"}  # short name → setting with a default grid
 _GRID = (1 / 3, 1.0, 3.0)  # default grid, in multiples of the recipe's value
 _LEFT_OUT = {"about", "seed", "treatment"}  # recipe keys that are not settings of an arm
 _ENDINGS = (".yaml", ".yml")  # of a recipe's or comparison's file
@@ -73,8 +73,8 @@ def make_plan(
         source: a comparison, or a recipe if `changes` gives the arms: a shipped name, a YAML file,
             a dict or a `Recipe`.
         changes: keys of a comparison that override the source's keys.
-        settings: recipe settings for every arm by dotted key, such as `{"optim.lr": 1e-4}`. The
-            scale `{"scale": "tiny"}` makes each arm smaller after its own settings.
+        settings: recipe settings for every arm by dotted key, such as `{"optim.lr": 1e-4}`. A
+            scale, such as `{"scale": "tiny"}`, also shrinks the settings that an arm has itself.
         quick: plan short runs, and by default fewer seeds and shorter step timing.
         stand_in: a function that replaces missing data or weights, for example by built-in data.
     """
@@ -90,7 +90,7 @@ def make_plan(
     changed = {**(values.get("set") or {}), **(settings or {})}
     for key in ("treatment", "seed"):
         if any(str(name).partition(".")[0] == key for name in changed):
-            raise BadInput(f"{label}: set {key}: each arm and run has its own; use {_INSTEAD[key]}")
+            raise BadInput(f"{label}: set {key}: the runs differ in it; use {_INSTEAD[key]}")
     scale = changed.pop("scale", None)
     recipe, name = _recipe(values.get("recipe"), changed, label)
     rules = _rules(values, recipe)
@@ -493,7 +493,7 @@ def _check_distinct(arms: Sequence[_ChosenRuns]) -> None:
 
 
 def _check_pairable(baseline: _ChosenRuns, arm: _ChosenRuns) -> None:
-    """Refuse an arm with another task, scale or other data, or without a seed of the baseline."""
+    """Refuse an arm whose task, scale or data are not the baseline's, or that shares no seed."""
     tasks = [either.first.recipe.data.task for either in (baseline, arm)]
     if tasks[0] != tasks[1]:
         raise BadInput(

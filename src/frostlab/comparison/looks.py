@@ -56,7 +56,7 @@ class Looks:
         return sum(look.spent for look in self.earlier)
 
 
-Results = Mapping[str, float | str | None]  # run → value of the metric, or status
+Results = Mapping[str, float | str | None]  # a run's recipe digest → its metric, or status
 
 
 def take_look(

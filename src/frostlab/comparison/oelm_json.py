@@ -262,7 +262,7 @@ def comparison_json(evidence: Evidence, first: RunRecord) -> dict[str, Any]:
         "dataset": data_name(evidence.plan.recipe),
         "model": model_name(evidence.plan.recipe),
         "quick": evidence.plan.quick,  # whether long runs were shortened
-        "caution": evidence.caution,  # a warning about the data or the runs
+        "caution": evidence.caution,  # a warning to show with every number
         "environment": _environment(first),
         "convergence": None
         if convergence is None
@@ -561,7 +561,10 @@ def _saved_percent(ratio: float | None) -> str | None:
 
 
 def _duration(seconds: float | None, minutes: str) -> str | None:
-    """Format seconds as `8h 15min`, and below an hour as `15min 3s`, given the unit of minutes."""
+    """Format seconds as `8h 15min`, and below an hour as `15min 3s`.
+
+    `minutes` is the sign for minutes, `min` or `m`.
+    """
     if seconds is None:
         return None
     hours, rest = divmod(round(seconds), 3600)

@@ -1,4 +1,4 @@
-"""The report of a comparison as a Markdown page, and a short summary for the terminal.
+"""The page of a comparison, comparison.md, and a short summary for the terminal.
 
 A comparison trains several arms, which are variants of one recipe, with the same seeds. The page is
 a list of sections. Each section has a title and a function that returns its text; the text is empty
@@ -330,11 +330,12 @@ def _gradients(evidence: Evidence) -> str:
     ]  # fmt: skip
     note = (
         "Means over seeds in the last stage, and ratios to the baseline, paired by seed. Front is "
-        "layers 0 and 1, output is the head. Front/output gradient is the largest absolute "
-        "gradient of a tensor at the last measured step, averaged over the front's tensors, "
-        "relative to the head's. Weight change is the relative change of a tensor's range since "
-        "the first measured step, averaged over the front's tensors. Update/weight is the median "
-        "over the front's parts, then over the measured steps."
+        "layers 0 and 1, output is the head. For front/output gradient, the largest absolute "
+        "gradient of each tensor at the last measured step is taken; its mean over the front's "
+        "tensors is divided by its mean over the head's. Weight change is the relative change of "
+        "a tensor's range (largest − smallest weight) since the first measured step, averaged "
+        "over the front's tensors. Update/weight is the size of an update relative to the weights: "
+        "the median over the front's parts, then over the measured steps."
     )
     return f"{note}\n\n{markdown(head, rows)}"
 

@@ -1,9 +1,10 @@
 """The runs of a comparison, read once, and paired: a pair differs only as the plan declares.
 
-Both runs of a pair must have the same seed, the same data in the same order, the same machine with
-the same settings, and the same libraries and frostlab code. The order is compared up to the last
-step at which both runs recorded a digest of it. Unless the plan varies the model, the pretrained
-weights must be equal, too, and so must the initial weights that neither treatment changes.
+Both runs of a pair must have the same seed, the same data in the same order, the same kind of
+device, precision, number of processes and threads, and the same libraries and frostlab code. The
+order is compared up to the last step at which both runs recorded a digest of it. Unless the plan
+varies the model, the pretrained weights must be equal, too, and so must the initial weights that
+neither treatment changes.
 """
 
 import math
@@ -51,7 +52,7 @@ class PairingFacts:
     seed: int
     data: str  # digest of the prepared data
     source: str | None  # digest of the files of pretrained weights; None if weights are drawn
-    weights: dict[str, str]  # digest of each part of the treated model before training
+    weights: dict[str, str]  # part of the treated model → digest of its values before training
     touched: frozenset[str]  # names of the parts (weights) whose values the treatment replaced
     steps: int
     orders: dict[int, str]  # step → digest of the examples of all steps up to it, in order
@@ -79,7 +80,7 @@ class PairingFacts:
 
 
 def environment_facts(record: RunRecord) -> dict[str, tuple[str, ...]]:
-    """Return the comparable facts of a run's environments, each with its distinct values."""
+    """Return fact → its distinct values over a run's starts and resumes, for comparable facts."""
     return _distinct([comparable_facts(values) for values in record.environments])
 
 
@@ -209,7 +210,7 @@ class Runs:
 
     @property
     def caution(self) -> str | None:
-        """The warnings about the choice of runs and about their data, to show with every number."""
+        """The warnings to show with every number: on the choice of runs, their scale and data."""
         chosen = f"{AFTER_THE_FACT}, when their results could be seen" if self.plan.runs else None
         about_data = next(run.caution for run in self.summaries.values())
         return "; ".join(filter(None, [chosen, about_data])) or None
@@ -478,13 +479,14 @@ def _stage(stage: Stage) -> StageSummary:
 
 @dataclass(frozen=True)
 class _Sources:
-    """The data of the first run, and the pretrained weights of each arm's first run.
+    """The data of the first finished run, and the pretrained weights of each arm's first one.
 
-    All other runs must have the same data and weights. These differ if files changed between runs.
+    All other runs must have the same data, and those of an arm the same weights. They differ if
+    files were changed between runs.
     """
 
-    data: tuple[str, str] | None  # name and digest of a run; None if no run finished
-    weights: dict[str, tuple[int, str | None]]  # arm → seed and digest of its first run
+    data: tuple[str, str] | None  # name of the run, digest of its data; None if no run finished
+    weights: dict[str, tuple[int, str | None]]  # arm → seed of the run, digest of its weights
 
     @classmethod
     def first(cls, plan: Plan, facts: Mapping[tuple[str, int], PairingFacts]) -> "_Sources":
@@ -520,7 +522,7 @@ def _changed_trials(
 def _varied_facts(
     environments: Iterable[tuple[int, Mapping[str, tuple[str, ...]]]],
 ) -> tuple[VariedFact, ...]:
-    """Return the facts that are not the same in all runs, given the seed and facts of each."""
+    """Return the facts that are not the same in all runs, given each run's seed and facts."""
     seeds: dict[str, dict[str, set[int]]] = {}  # fact → value → seeds
     for seed, facts in environments:
         for name, values in facts.items():

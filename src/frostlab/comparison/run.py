@@ -111,7 +111,7 @@ class Comparison:
 
     @property
     def page(self) -> Path:
-        """The path of the comparison's report, a Markdown file."""
+        """The path of the comparison's page, comparison.md."""
         return self.folder / "comparison.md"
 
     def to_frame(self) -> Any:
@@ -188,7 +188,7 @@ def compare(
             worthwhile.
         scale: tiny, small or full; at tiny and small, every arm has fewer examples, fewer steps and
             (unless it is pretrained) narrower layers. None: the recipe's scale.
-        stand_in: use built-in data, a learned tokenizer or random weights in place of missing ones.
+        stand_in: use built-in data, a new tokenizer or random weights in place of missing ones.
         out: the comparison's folder; by default a folder under `comparisons`.
         data_dir: folder of the data sets.
         jobs: number of runs to train at the same time; they must fit in memory together. Steps and
@@ -533,6 +533,8 @@ def _time_steps(
     values = folder.read("steps.json")
     if values is None:
         runner.must_train(folder.path / "steps.json")
+        if runner.on_cluster:
+            runner.say("steps are timed on this machine, not on the cluster; or set clock: false")
         from frostlab.comparison.timed_arms import time_steps
 
         try:

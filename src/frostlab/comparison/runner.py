@@ -20,7 +20,7 @@ from frostlab.matrix.queue import Queue
 from frostlab.matrix.task import Task, is_done
 from frostlab.matrix.workers import InProcess, LocalWorkers, Slot
 from frostlab.records.folder import RunRecord, differences, finished_status
-from frostlab.records.manifest import MANIFEST, problems_in
+from frostlab.records.manifest import MANIFEST, QUEUE, problems_in
 from frostlab.storage import Lock, finite, read_json, write_whole
 from frostlab.text import counted
 from frostlab.training.loop import interruptions
@@ -35,13 +35,13 @@ _INPUTS = (_PLAN, "steps.json", "quick.json", "assay.json", "tuning.json")  # re
 
 @dataclass(frozen=True)
 class ArmTask(Task):
-    """One training run of an arm, whose name is the record's."""
+    """One training run of an arm; `name` is the arm's name, with its tuned values if any."""
 
     number: int  # the seed or, for a timed run, the round
 
     @property
     def key(self) -> tuple[str, int]:
-        """The arm and the number."""
+        """The name and the number."""
         return self.name, self.number
 
 
@@ -51,6 +51,7 @@ class Finished:
     data_dir: Path | None = None
     device: str | None = None
     jobs = 1
+    on_cluster = False
 
     def say(self, line: str) -> None:
         """Ignore a line of progress."""
@@ -80,8 +81,8 @@ class Stopped(RunFailed):
 class Runner:
     """A runner of tasks that reports progress and the time left.
 
-    Tasks run one at a time in this process, where they have a bar on a live screen; or `jobs` at a
-    time in workers on this device; or in the places that the user has chosen.
+    Tasks run one at a time in this process, with a progress bar on a live screen; or `jobs` at a
+    time in workers on this device; or in the `places` that the user has chosen.
     """
 
     def __init__(
@@ -100,6 +101,11 @@ class Runner:
     def device(self) -> str | None:
         """The device of steps that are timed in this process; None: the recipe's."""
         return None if self._places is None else self._places.first_device()
+
+    @property
+    def on_cluster(self) -> bool:
+        """Whether runs train on a Ray cluster or through Slurm; steps are timed in this process."""
+        return self._places is not None and (self._places.ray or self._places.slurm) is not None
 
     def must_train(self, path: Path) -> None:
         """Accept that a file is missing, because this runner can make its content."""
@@ -125,7 +131,7 @@ class Runner:
     def _run(self, left: Sequence[ArmTask], alone: bool) -> None:
         """Run tasks through the queue; raise an error at the end if runs have no record."""
         total, crashed, stopped, in_workers = 0.0, [], False, not self._stays_here(left, alone)
-        with self._executor(in_workers, alone) as opened, ExitStack() as stack:
+        with self._executor(left, in_workers, alone) as opened, ExitStack() as stack:
             # In this process, the run itself catches signals.
             asked = stack.enter_context(interruptions()) if in_workers else _never
             # A run that was stopped stops the others too, which then write their checkpoints.
@@ -159,7 +165,7 @@ class Runner:
         return self._places is None and (alone or self.jobs == 1 or len(left) < 2)
 
     @contextmanager
-    def _executor(self, in_workers: bool, alone: bool) -> Iterator[Opened]:
+    def _executor(self, left: Sequence[ArmTask], in_workers: bool, alone: bool) -> Iterator[Opened]:
         if not in_workers:
             yield Opened(InProcess(self.data_dir, self.screen), "this process", 1)
         elif self._places is None:
@@ -167,9 +173,17 @@ class Runner:
             yield Opened(workers, "this device", self.jobs)
         else:
             places = self._places.for_one_run() if alone else self._places
-            with executor_in(places, self.data_dir, None, say=self.say) as opened:
-                self.jobs = max(self.jobs, opened.at_once)
+            logs = _logs_of(left[0].path.parent)
+            with executor_in(places, self.data_dir, logs, say=self.say) as opened:
+                self.jobs = max(self.jobs, min(opened.at_once, len(left)))
                 yield opened
+
+
+def _logs_of(runs: Path) -> Path:
+    """Make and return the folder for the output of the runs in `runs`, a comparison's folder."""
+    logs = runs.parent / QUEUE / runs.name / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    return logs
 
 
 def _never() -> bool:

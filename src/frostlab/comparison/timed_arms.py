@@ -300,7 +300,7 @@ class ArmTiming:
     trainable: int  # number of trainable parameters
     checkpoint_bytes: int  # size of the trainable parameters
     model_bytes: int  # size of all parameters
-    savings: StepSavings | None  # FLOPs and memory traffic, and the baseline's
+    savings: StepSavings | None  # the arm's FLOPs and memory traffic, and the baseline's
 
 
 @dataclass(frozen=True)
@@ -363,7 +363,7 @@ def time_arms(
             for all arms at once, and they allow for differences between the copies of the baseline.
         alpha: the reported intervals of all arms hold simultaneously with confidence 1 − alpha.
             Those of all controls hold simultaneously with 95 %.
-        block: steps per block; by default, enough steps for an accurate time, or fewer if the time
+        block: steps per block; by default, enough steps for an accurate time, or fewer if `seconds`
             is too short for them.
         seed: random seed for the order in which arms are timed and rebuilt.
     """

@@ -25,7 +25,7 @@ from frostlab.recipe.settings import LOWER_IS_BETTER
 from frostlab.records.folder import RunRecord, finished_status
 from frostlab.records.index import is_run
 
-Trial = tuple[tuple[str, float], ...]  # values of the tuned settings, by dotted key
+Trial = tuple[tuple[str, float], ...]  # (dotted key, value) of each tuned setting
 Grids = dict[str, tuple[float, ...]]  # setting → its values
 
 
@@ -99,8 +99,8 @@ class _Search:
     def best(self, arm: str, left_out: int | None = None) -> Trial:
         """Return the trial with the best mean score, without the seed `left_out`.
 
-        If `left_out` is the only seed, it is used. A trial with fewer unfinished runs is better,
-        whatever the scores.
+        If `left_out` is the only seed, it is used. A trial in which fewer runs lack a score is
+        better, whatever the scores.
         """
         seeds = [seed for seed in self.plan.seeds if seed != left_out] or list(self.plan.seeds)
 

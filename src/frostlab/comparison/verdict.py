@@ -104,7 +104,7 @@ class Margin:
 
     A cost is how much worse the arm is. `answer` is "yes" if the interval excludes costs above the
     margin, "no" if it holds only such costs, and else "not shown". `limit` is the margin as in
-    `Rules`. `largest` is the largest cost in the interval, in the unit of the effect, or None.
+    `Rules`. `largest` is the largest cost in the interval, in the effect's unit; None: unbounded.
     """
 
     answer: Answer
@@ -136,7 +136,7 @@ class Verdict:
     improvement: float | None  # how often a run of the arm beats a run of the baseline
     population: Paired | None
     skewed: float | None  # skewness of the differences, or its mean over all arms, if notable
-    missing: dict[str, int]  # arm → number of runs of the paired seeds without a finite value
+    missing: dict[str, int]  # arm → how many of its paired runs have no finite value
     together: tuple[str, ...]  # factors that differ together, if several (`Plan.together`)
     notes: tuple[str, ...] = ()
 
@@ -147,9 +147,9 @@ def judge(
     rules: Rules,
     family: int | None = None,
 ) -> dict[str, Verdict]:
-    """Judge every statement, by its name.
+    """Return name → verdict for every statement.
 
-    `family` is the number of all statements of the comparison, if it makes more than these. Each
+    `family` is the number of all statements of the comparison, if there are more than these. Each
     interval has a confidence of at least 1 − `rules.level` / family, so all of them hold together
     with confidence 1 − `rules.level`. The level is the false-alarm rate of this look, which is one
     analysis of the results.
@@ -454,7 +454,7 @@ class _Case:
         return replace(population, low=low, high=high, p=max(population.p, pair.p))
 
     def _margin(self, pool: Pool | None, word: Word) -> Margin | None:
-        """Compare the interval with the margin; None without a margin, interval or base value."""
+        """Compare the interval with the margin; None if one of them is unknown."""
         limit, pair = self.rules.margin, self.pair
         if limit is None or pair is None or pair.n < 2:
             return None

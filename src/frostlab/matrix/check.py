@@ -1,10 +1,14 @@
 """`--check`: find the data, build every model and take a few steps, without starting a run.
 
-It says how long the runs would take, how much memory and disk they need, and which cannot run.
+It says how long the runs would take, how much memory and disk they need, and which cannot run. The
+time is that of steps, evaluations, the final report and checkpoints; each is measured on a few
+batches and extrapolated. The time to start a run, and that of the texts which a language model
+writes at the end of its run, are left out.
 """
 
 import gc
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,17 +17,21 @@ from typing import Any
 
 import torch
 
+from frostlab.data.eeg.recordings import PreparedData, Signals
 from frostlab.data.prepare import prepare
 from frostlab.devices import choose_device, release_cached_memory, synchronize
 from frostlab.errors import FrostlabError, first_line
 from frostlab.models.build import recipe_blueprint
 from frostlab.recipe.recipe import Recipe
+from frostlab.recipe.settings import Every
 from frostlab.roles.read import anatomy
+from frostlab.storage import plain_tensors
 from frostlab.text import NONE, columns, counted, hms
 from frostlab.timing.clock import Meter
 from frostlab.timing.memory import estimated_memory
 from frostlab.training.batches.feed import Feed
 from frostlab.training.distributed import Compute
+from frostlab.training.evaluate import evaluate
 from frostlab.training.setup import (
     assemble,
     build_first_stage,
@@ -33,14 +41,20 @@ from frostlab.training.setup import (
     make_step,
     with_threads,
 )
+from frostlab.training.stages import Stage, in_steps, steps_per_epoch
+from frostlab.training.state import StageModel, Task, evaluation_batch
 from frostlab.training.step.eager import seed_step
 from frostlab.training.step.optimizer import optimizer_tensors
 from frostlab.training.tasks import TASKS
+from frostlab.training.treatment import wants_types
 
 _TIMED_STEPS = 3
-_WARM_UP_STEPS = 3  # a captured step is replayed from the third on
+_TIMED_BATCHES = 2  # of an evaluation
+_TIMED_SECONDS = 0.5  # short steps and evaluations are timed repeatedly, for about so long
+_REPEATS = 50  # at most
+_WARM_UP_STEPS = 3  # the second step records the CUDA graph of a captured step
 _KEPT = 3  # checkpoints on the disk at once: the best, the newest two
-_RECORD_BYTES = 2_000_000  # of a run's other files, at least
+_RECORD_BYTES = 2_000_000  # of a run's files other than checkpoints and events, at least
 _BYTES_PER_STEP = 60  # of events.jsonl
 
 
@@ -49,16 +63,21 @@ class Checked:
     """What one recipe needs; None marks what is not known."""
 
     id: str
-    runs: int  # seeds, or 1
+    runs: int  # the number of seeds, or 1
     problem: str | None = None  # why it cannot run
     parameters: int | None = None
     trainable: int | None = None
     steps: int | None = None
     step_seconds: float | None = None
     kind: str | None = None  # of the step: eager, compiled or captured
-    seconds: float | None = None  # of the steps of one run, without evaluations
+    seconds: float | None = None  # of one run: steps, evaluations, report and checkpoints
+    evaluations: int | None = None  # during training; early stopping may leave some out
+    evaluation_seconds: float | None = None  # of one of them
+    report_seconds: float | None = None  # of evaluating the best weights at the end
+    checkpoints: int | None = None  # at most
+    checkpoint_seconds: float | None = None  # of one: copying it; a thread writes it meanwhile
     memory_estimated: int | None = None  # bytes at the peak of a step, by formula
-    memory_peak: int | None = None  # bytes at the peak of the steps that were taken; CUDA only
+    memory_peak: int | None = None  # bytes at the peak of steps and evaluations; CUDA only
     disk_bytes: int | None = None  # of one run
 
     @property
@@ -78,7 +97,7 @@ def check_recipe(
     try:
         return _check(name, recipe, runs, data_dir, device)
     except torch.OutOfMemoryError:
-        return Checked(name, runs, f"out of memory; lower train.batch {recipe.train.batch}")
+        return Checked(name, runs, f"out of memory; lower train.batch (now {recipe.train.batch})")
     except FrostlabError as error:
         return Checked(name, runs, str(error))
     except Exception as error:  # a model's own code can fail in many ways
@@ -111,13 +130,12 @@ def _check(name: str, recipe: Recipe, runs: int, data_dir: Path | None, device: 
 
         for index in range(_WARM_UP_STEPS):
             take(0 if index < _WARM_UP_STEPS - 1 else index)
-        synchronize(place)
-        began = time.perf_counter()
-        for index in range(_TIMED_STEPS):
-            take(index)
-        synchronize(place)
-        step_seconds = (time.perf_counter() - began) / _TIMED_STEPS
-        peak = meter.peak_bytes()
+
+        def take_some() -> None:
+            for index in range(_TIMED_STEPS):
+                take(index)
+
+        step_seconds = _timed(take_some, place) / _TIMED_STEPS
         parts = anatomy(current.model)
         tokens = max(batch.padded_tokens for batch in feed(largest[0]))
         language = recipe.data.task == "language"
@@ -126,15 +144,91 @@ def _check(name: str, recipe: Recipe, runs: int, data_dir: Path | None, device: 
         optimizer = optimizer_tensors(current.model, step.optimizer).values()
         weights = sum(p.nbytes for p in current.model.parameters())
         checkpoint = weights + sum(tensor.nbytes for tensor in optimizer)
+        tensors = dict(current.model.state_dict()) | optimizer_tensors(
+            current.model, step.optimizer
+        )
+        copying = _timed(lambda: plain_tensors(tensors, copy=True), place)
+        evaluating, reporting = _evaluation_seconds(current, recipe, prepared, task, compute)
+        peak = meter.peak_bytes()  # of steps and evaluations: logits can take more than a step
+        evaluations, checkpoints = _counts(recipe, prepared, assembly.stages)
+        seconds = steps * step_seconds + evaluations * evaluating + checkpoints * copying
         return Checked(
             name, runs, None, parts.count(), parts.count("trainable"), steps, step_seconds,
-            step.kind, steps * step_seconds, round(memory), peak,
+            step.kind, seconds + reporting, evaluations, evaluating, reporting, checkpoints,
+            copying, round(memory), peak,
             _KEPT * checkpoint + _RECORD_BYTES + _BYTES_PER_STEP * steps,
         )  # fmt: skip
 
 
+def _timed(work: Callable[[], object], place: torch.device) -> float:
+    """Return the seconds of some work; short work is repeated, and the median is returned."""
+    seconds: list[float] = []
+    while not seconds or (sum(seconds) < _TIMED_SECONDS and len(seconds) < _REPEATS):
+        synchronize(place)
+        began = time.perf_counter()
+        work()
+        synchronize(place)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def _evaluation_seconds(
+    current: StageModel, recipe: Recipe, prepared: PreparedData, task: Task, compute: Compute
+) -> tuple[float, float]:
+    """Time a few batches; return the seconds of an evaluation in training, and of the report."""
+    batch = evaluation_batch(recipe, current.model)
+
+    def tokens(name: str, most: int | None = None) -> int:
+        split, types = prepared.splits[name], wants_types(current.model)
+        examples = task.examples(prepared, split, compute.device, types)
+        return sum(examples.tokens_read(rows) for rows in examples.evaluation_order(batch)[:most])
+
+    def evaluate_some() -> None:
+        evaluate(
+            task, current.objective, prepared, prepared.splits[selecting], batch, compute,
+            layers=current.objective.supervised, most=_TIMED_BATCHES,
+        )  # fmt: skip
+
+    selecting = "tune" if "tune" in prepared.splits else "report"
+    evaluate_some()  # the first evaluation of a process is slower
+    by_token = _timed(evaluate_some, compute.device) / max(1, tokens(selecting, _TIMED_BATCHES))
+    report = tokens("report") + (_decoded(prepared) if isinstance(prepared, Signals) else 0)
+    return by_token * tokens(selecting), by_token * report
+
+
+def _decoded(signals: Signals) -> int:
+    """Return how many samples the report of an EEG run decodes: windows that overlap by half."""
+    from frostlab.envelopes.correlation import window_starts  # imports scipy
+    from frostlab.training.eeg_report import reported
+
+    samples = 0
+    for split in reported(signals):
+        windows = signals.splits[split]
+        half = max(1, windows.length // 2)
+        for recording in windows.recordings:
+            samples += windows.length * len(window_starts(len(recording), windows.length, half))
+    return samples
+
+
+def _counts(recipe: Recipe, prepared: PreparedData, stages: Sequence[Stage]) -> tuple[int, int]:
+    """Return how many evaluations and, at most, how many checkpoints a run has."""
+    per_epoch = steps_per_epoch(len(prepared.splits["train"]), recipe.train)
+
+    def due(every: Every | None, steps: int) -> set[int]:
+        return {steps, *(() if every is None else range(0, steps, in_steps(every, per_epoch)))} - {
+            0
+        }
+
+    evaluations = checkpoints = 0
+    for stage in stages:
+        evaluates = due(recipe.evaluate.every, stage.steps)
+        evaluations += len(evaluates)
+        checkpoints += len(evaluates | due(recipe.train.checkpoint, stage.steps))
+    return evaluations, checkpoints + len(stages) - 1
+
+
 def _largest_batches(feed: Feed) -> list[Any]:
-    """Return batches of the first epoch: the one with the most tokens, and the first ones."""
+    """Return the largest, by tokens, of the first epoch's first 64 batches, and the first two."""
     order = feed.order(0)
     some = order[:64]
     largest = max(some, key=feed.examples.tokens_read)
@@ -156,7 +250,7 @@ def estimate_memory(recipe: Recipe) -> int | None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The sum of all checks."""
+    """The checks of all recipes, and their totals."""
 
     checked: tuple[Checked, ...]
     seconds: float  # of all runs, if `at_once` of them train at the same time
@@ -206,28 +300,53 @@ def check_recipes(
 def check_table(verdict: Verdict, width: int | None) -> list[str]:
     """Return a table of all recipes, the totals, and the problems."""
     rows: list[tuple[str, ...]] = [
-        ("id", "runs", "parameters", "steps", "step", "time", "memory", "disk")
+        ("id", "runs", "parameters", "steps", "step", "evaluations", "time", "memory", "disk")
     ]
     rows += [_row(entry) for entry in verdict.checked if entry.problem is None]
-    lines = columns(rows, right=range(1, 8), width=width) if len(rows) > 1 else []
+    lines = columns(rows, right=range(1, 9), width=width) if len(rows) > 1 else []
     total = sum(entry.runs for entry in verdict.checked if entry.problem is None)
     places = f" on {verdict.at_once} devices" if verdict.at_once > 1 else ""
     lines.append(
-        f"{counted(total, 'runs')}{places}: {hms(verdict.seconds)} of steps, without evaluations; "
+        f"{counted(total, 'runs')}{places}: {hms(verdict.seconds)}; "
         f"{_size(verdict.disk_bytes)} of disk, {_size(verdict.disk_free)} free"
     )
+    if total:
+        lines.append(f"the time is {_parts(verdict)}; starting the runs is not included")
     if any(entry.memory_peak is None and entry.problem is None for entry in verdict.checked):
-        lines.append("memory is estimated for this device; on a GPU, its peak is measured")
+        lines.append("memory is estimated; it is measured only on a CUDA GPU")
     return lines + [f"cannot run: {line}" for line in verdict.problems]
 
 
+def _parts(verdict: Verdict) -> str:
+    """Return what the time of all runs consists of."""
+    entries = [entry for entry in verdict.checked if entry.problem is None]
+    parts = {
+        "steps": [(e.steps or 0) * (e.step_seconds or 0.0) for e in entries],
+        "evaluations": [(e.evaluations or 0) * (e.evaluation_seconds or 0.0) for e in entries],
+        "reports": [e.report_seconds or 0.0 for e in entries],
+        "checkpoints": [(e.checkpoints or 0) * (e.checkpoint_seconds or 0.0) for e in entries],
+    }
+    counts = [entry.runs / verdict.at_once for entry in entries]
+    return ", ".join(
+        f"{_time(sum(n * one for n, one in zip(counts, each, strict=True)))} of {name}"
+        for name, each in parts.items()
+    )
+
+
 def _row(entry: Checked) -> tuple[str, ...]:
-    step = NONE if entry.step_seconds is None else f"{1e3 * entry.step_seconds:.3g} ms"
+    step = NONE if entry.step_seconds is None else _time(entry.step_seconds)
+    one = "" if entry.evaluation_seconds is None else f" × {_time(entry.evaluation_seconds)}"
     memory = f"{'≈ ' if entry.memory_peak is None else ''}{_size(entry.memory)}"
     return (
         entry.id, str(entry.runs), f"{entry.parameters or 0:,}", f"{entry.steps or 0:,}", step,
-        hms(entry.seconds), memory, _size(entry.disk_bytes),
+        f"{entry.evaluations or 0:,}{one}", hms(entry.seconds), memory, _size(entry.disk_bytes),
     )  # fmt: skip
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 60 else hms(seconds)
 
 
 def _size(size: int | None) -> str:

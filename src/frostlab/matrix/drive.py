@@ -1,12 +1,13 @@
 """The driver of a matrix: the one process that works through the queue of a folder of runs.
 
 It writes the plan first, then runs what is not done, answers requests that other programs leave in
-the matrix's folder, and writes down where it stands. Killed at any moment, the same command goes
-on: finished runs are not repeated, and unfinished ones continue from their last checkpoint.
+the matrix's folder, and writes down where it stands. If it is killed, the same command goes on:
+finished runs are not repeated, and unfinished ones continue from their last checkpoint.
 """
 
 import os
 import shlex
+import shutil
 import socket
 import subprocess
 import time
@@ -31,6 +32,7 @@ from frostlab.matrix.store import (
     driving,
 )
 from frostlab.matrix.task import Outcome, Task, check_begun, is_done
+from frostlab.records.folder import RunRecord, finished_status
 from frostlab.text import counted, hms, plain
 from frostlab.training.loop import interruptions
 from frostlab.typed import read
@@ -46,14 +48,15 @@ _FAILED = ("failed", "crashed", "refused", "blocked")
 class Ends:
     """How the runs of a matrix ended, in this call and before."""
 
-    counts: dict[str, int]  # finished, diverged, failed, stopped, missing
+    # finished, diverged, failed, stopped, missing or waiting → number of runs
+    counts: dict[str, int]
     stopped: bool
     seconds: float
 
     @property
     def failed(self) -> int:
-        """The number of runs that failed in any way, or lack data."""
-        return self.counts.get("failed", 0) + self.counts.get("missing", 0)
+        """The number of runs that failed in any way, diverged, or lack data."""
+        return sum(self.counts.get(word, 0) for word in ("failed", "diverged", "missing"))
 
     @property
     def status(self) -> str:
@@ -62,14 +65,22 @@ class Ends:
 
 
 def check_notify(command: str | None) -> None:
-    """Refuse a command of --notify that cannot be split or has unknown braces."""
+    """Refuse a command of --notify that cannot be split or started.
+
+    In braces, it may only have {name} and {status}.
+    """
     if command is not None:
         try:
-            [part.format(name="", status="") for part in shlex.split(command)]
+            parts = [part.format(name="", status="") for part in shlex.split(command)]
         except (ValueError, LookupError, AttributeError):
+            parts = []
+        if not parts:
             raise BadInput(
-                f"--notify {command!r:.80} should be a command with {{name}} and {{status}}"
-            ) from None
+                f"--notify {command!r:.80} should be a command; in braces, it may have only "
+                "{name} and {status}"
+            )
+        if shutil.which(parts[0]) is None:
+            raise BadInput(f"--notify: the program {parts[0]!r:.80} is not found")
 
 
 def prepare_matrix(plan: MatrixPlan, folder: MatrixFolder) -> tuple[MatrixPlan, list[Task]]:
@@ -101,11 +112,11 @@ def drive(
     """Carry out a plan, or continue it; return how its runs ended.
 
     Args:
-        notify: a command that is started when a run fails and when the matrix ends, with {name}
-            and {status} replaced.
+        notify: a command that is started when a run fails or diverges and when the matrix ends,
+            with {name} and {status} replaced.
         memory: bytes of GPU memory that the largest run needs, if that is known.
     """
-    folder = MatrixFolder(folder.runs.resolve(), folder.name)  # for processes elsewhere
+    folder = MatrixFolder(folder.runs.resolve(), folder.name)  # absolute, for other machines
     with driving(folder):
         plan, left = prepare_matrix(plan, folder)
         try:
@@ -158,6 +169,7 @@ class _Driver:
             self._say(f"{name} cannot run ({state.error}); the others go on")
         if len(left) < runnable:
             self._say(f"{runnable - len(left)} of {runnable} runs are done already")
+            self._say_diverged({task.path.name for task in left})
         self._say(f"{counted(len(left), 'runs')} on {self._opened.about}")
         stopped = True
         try:
@@ -172,6 +184,16 @@ class _Driver:
         self._notify(self._plan.name, ends.status)
         return ends
 
+    def _say_diverged(self, left: set[str]) -> None:
+        """Name the runs that an earlier call saw diverge: the same seed would diverge again."""
+        for run in self._plan.runs:
+            path = self._folder.runs / run.name
+            if run.missing is None and run.name not in left and _status(path) == "diverged":
+                error = RunRecord(path).result.error
+                self._say(
+                    f"{run.name} has diverged, and would again, so it is not repeated: {error}"
+                )
+
     def _ended(self, task: Task, outcome: Outcome, count: int) -> None:
         name = task.path.name
         self._since.pop(task.path, None)
@@ -184,11 +206,15 @@ class _Driver:
             self._states[name] = RunState("stopped", attempts=self._attempts[name])
         else:
             self._states.pop(name, None)
+            if outcome.kind == "diverged":
+                self._notify(name, "diverged")
         waiting = len(self._queue.waiting) + len(self._queue.executor.running())
         passed = time.time() - self._began
-        words = "" if outcome.kind == "finished" else f"{outcome.kind}: "
+        text = outcome.text if outcome.kind == "finished" else f"{outcome.kind}: {outcome.text}"
+        # without the hint at --resume, because the matrix's own command continues the run
+        text = "stopped" if outcome.kind == "stopped" else text
         self._say(
-            f"run {count} of {count + waiting}  {task.about}  {words}{outcome.text}  "
+            f"run {count} of {count + waiting}  {task.about}  {text}  "
             f"{outcome.seconds:.0f} s; {hms(passed / count * waiting)} left"
         )
 
@@ -243,7 +269,7 @@ class _Driver:
         self._say(f"added: {counted(len(left), 'runs')}")
 
     def _keep_plan(self) -> None:
-        """Restore the plan if another program has changed its file; keep what was written."""
+        """Rename the plan's file if another program has changed it, and write the plan again."""
         if time.monotonic() - self._looked < _PLAN_SECONDS:
             return
         self._looked = time.monotonic()
@@ -254,8 +280,9 @@ class _Driver:
             self._folder.write_plan(self._plan)
             self._plan_time = self._modified()
             self._say(
-                f"matrix.json was changed while the matrix runs; it goes on with its own plan, and "
-                f"the changed one is {kept.name}; add runs with `frostlab matrix FILE --add`"
+                f"matrix.json was changed while the matrix runs; the matrix goes on with its own "
+                f"plan, and the changed one is kept as {kept.name}; add runs with `frostlab matrix "
+                "FILE --add`"
             )
 
     def _modified(self) -> int | None:
@@ -318,8 +345,6 @@ class _Driver:
 
 
 def _status(path: Path) -> str:
-    from frostlab.records.folder import finished_status
-
     return finished_status(path) or "waiting"
 
 

@@ -21,7 +21,7 @@ _TIMEOUT = 20.0  # seconds to wait for the daemon to answer
 class Mps:
     """A running MPS daemon, or the reason why it did not start."""
 
-    variables: dict[str, str] = field(default_factory=dict)  # for processes that use it
+    variables: dict[str, str] = field(default_factory=dict)  # environment of processes that use it
     refusal: str | None = None
 
 

@@ -30,7 +30,7 @@ class Places:
     slurm: str | None = None  # options of sbatch, such as partition=gpu,time=4:00:00
 
     def check(self) -> None:
-        """Refuse contradictions and values that cannot be, before anything is started."""
+        """Refuse contradictory or impossible choices, before anything is started."""
         parse_per_device(self.per_device)
         clusters = [name for name in ("ray", "slurm") if getattr(self, name) is not None]
         if len(clusters) > 1:
@@ -75,7 +75,7 @@ class Opened:
 def executor_in(
     places: Places,
     data_dir: Path | None,
-    logs: Path | None,
+    logs: Path,
     *,
     say: Callable[[str], None] = lambda line: None,
     memory: int | None = None,
@@ -83,7 +83,7 @@ def executor_in(
     """Open the executor of a choice of places.
 
     Args:
-        logs: a folder for the output of every run, or None.
+        logs: a folder for the output of every run; Slurm's files are next to it.
         memory: bytes of GPU memory that the largest run needs, if that is known.
     """
     if places.ray is not None:

@@ -36,7 +36,7 @@ _ENDINGS = (".yaml", ".yml")
 _GROUP_KEYS = {"experiments", "published", "fair"}  # a file with one of them is a group's
 _MOST_RUNS = 100_000
 _MOST_SEEDS = 10_000
-_ON_ONE_DEVICE = ("auto", "cuda", "cpu", "mps")  # of `train.device`; the queue chooses which GPU
+_ON_ONE_DEVICE = ("auto", "cuda", "cpu", "mps")  # allowed values of `train.device`
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -45,10 +45,11 @@ class MatrixFile(Strict):
 
     about: str = ""
     recipes: tuple[str, ...] = Field(min_length=1, max_length=MOST_LISTED)
-    treatments: tuple[str, ...] = Field(default=(), max_length=MOST_LISTED)  # empty: the recipes'
+    # empty: each recipe has its own treatment
+    treatments: tuple[str, ...] = Field(default=(), max_length=MOST_LISTED)
     # settings of every run
     set: dict[str, Any] = Field(default_factory=dict, max_length=MOST_LISTED)
-    # a grid by key, or a list of settings that belong together
+    # a grid, setting → values; or a list of combinations, each setting → value
     settings: dict[str, tuple[Any, ...]] | tuple[dict[str, Any], ...] = Field(
         default=(), max_length=MOST_LISTED
     )
@@ -69,7 +70,7 @@ class _Variant:
     id: str
     recipe: Recipe
     optional: bool = False
-    baseline: str | None = None  # id of its baseline; None: it is one
+    baseline: str | None = None  # id of its baseline; None: it is one, or has none
 
 
 def matrix_plan(
@@ -86,10 +87,10 @@ def matrix_plan(
     Args:
         source: the name of a shipped group, or a YAML file of a group or a matrix.
         seeds: the seeds of every recipe; None: the file's, or each recipe's own.
-        settings: settings of every recipe, and their scale.
+        settings: settings that are changed in every recipe; `scale` is one of them.
         only: ids of the recipes to run; all if it is empty.
         stand_in: a function that replaces the missing parts of a recipe by stand-ins.
-        data_dir: the folder of the data sets, in which missing data are looked for.
+        data_dir: the folder of the data sets; a run whose data are not there is marked as missing.
     """
     name, variants, own_seeds = _variants(source, dict(settings or {}))
     variants = _chosen(variants, list(only), name)
@@ -208,7 +209,7 @@ def _with_treatment(name: str, treatment: str | None) -> str:
 
 
 def _with_baselines(variants: Sequence[_Variant]) -> Iterator[_Variant]:
-    """Name as baseline of a treated recipe the one that differs only in the treatment."""
+    """Give a treated recipe, as its baseline, the untreated one that is otherwise the same."""
     untreated = {_apart(v.recipe): v.id for v in variants if _is_untreated(v.recipe)}
     for variant in variants:
         baseline = None if _is_untreated(variant.recipe) else untreated.get(_apart(variant.recipe))
@@ -268,7 +269,7 @@ def _planned(
                 missing=missing.get(variant.id),
             ))  # fmt: skip
     if len(runs) > _MOST_RUNS:
-        raise BadInput(f"{source}: {len(runs):,} runs; the most of a matrix is {_MOST_RUNS:,}")
+        raise BadInput(f"{source}: {len(runs):,} runs; a matrix can have {_MOST_RUNS:,} at most")
     twice = [name for name, count in Counter(run.name for run in runs).items() if count > 1]
     if twice:
         raise BadInput(f"{source}: two recipes would have the folder {twice[0]}; rename one")
@@ -351,8 +352,8 @@ def merged(old: MatrixPlan, new: MatrixPlan) -> tuple[MatrixPlan, list[PlannedRu
     if changed:
         listed = ", ".join(changed[:5]) + f" and {len(changed) - 5} more" * (len(changed) > 5)
         raise BadInput(
-            f"the plan of {old.name} has changed: {listed} would be another run; finish the old "
-            "plan first, or give the new one another name or --runs"
+            f"the plan of {old.name} has changed: {listed} would have another recipe; finish the "
+            "old plan first, or give the new one another name or --runs"
         )
     found = {run.name: run.missing for run in new.runs}  # data may have been fetched since
     kept = [replace(run, missing=found.get(run.name, run.missing)) for run in old.runs]

@@ -1,8 +1,8 @@
-"""The queue of runs: it starts tasks on an executor, retries crashes, and waits for a full disk.
+"""The queue of runs: it starts tasks on an executor, retries crashes, and waits on a full disk.
 
 An executor knows how to run tasks somewhere: in this process, in warm workers on this machine's
-devices, on a Ray cluster or through Slurm. The queue decides which task is next, and what an
-attempt that did not finish means. Comparisons and matrices use this one queue.
+devices, on a Ray cluster or through Slurm. The queue decides which task is next, and whether
+one that did not finish is tried again. Comparisons and matrices use this one queue.
 """
 
 import time
@@ -32,10 +32,10 @@ class Executor(Protocol):
         """Start a task."""
 
     def wait(self, seconds: float) -> list[Ended]:
-        """Return the tasks that have ended; wait for one if none has, but only so long."""
+        """Return the tasks that have ended; if none has, wait for one, up to so many seconds."""
 
     def running(self) -> dict[Path, str]:
-        """Return where the tasks that run now are: the device, node or job, by folder."""
+        """Return the folder of each running task → the device, node or job on which it runs."""
 
     def stop(self, paths: Iterable[Path]) -> None:
         """Ask tasks to stop after a step, with a checkpoint."""
@@ -75,7 +75,7 @@ class Queue:
         self._next_probe = 0.0
 
     def outcomes(self, tasks: Sequence[Task]) -> Generator[Ended, None, None]:
-        """Yield each task with its last outcome when it ends; after a stop, those that ran.
+        """Yield each task with its last outcome when it ends; after a stop, only those that ran.
 
         A second signal raises KeyboardInterrupt, and the running tasks are killed.
         """
@@ -87,14 +87,20 @@ class Queue:
                 if self._asked_to_stop() and not stopping:
                     stopping = True
                     self.waiting.clear()
-                    self.executor.stop(list(self.executor.running()))
+                    running = list(self.executor.running())
+                    if running:
+                        self._say("stopping: each run ends after a step, with a checkpoint; a "
+                                  "second request ends them now")  # fmt: skip
+                    self.executor.stop(running)
                 if not stopping:
                     self._start()
                 for task, outcome in self.executor.wait(_POLL_SECONDS):
-                    if stopping and outcome.kind in ("crashed", "blocked", "lost"):
+                    unwanted = stopping or task.path in self._unwanted
+                    if unwanted and outcome.kind in ("crashed", "blocked", "lost"):
                         yield task, Outcome("stopped", outcome.text, outcome.seconds)
-                    elif stopping or self._is_last(task, outcome):
+                    elif unwanted or self._is_last(task, outcome):
                         yield task, outcome
+                    self._unwanted.discard(task.path)
             done = True
         finally:
             self.executor.close(kill=not done)
@@ -125,9 +131,6 @@ class Queue:
 
     def _is_last(self, task: Task, outcome: Outcome) -> bool:
         """Return whether an outcome ends a task; if it does not, the task waits for another try."""
-        if task.path in self._unwanted:
-            self._unwanted.discard(task.path)
-            return True
         if outcome.kind == "blocked":
             self._blocked[task.path] += 1
             if self._blocked[task.path] >= _MOST_BLOCKED:

@@ -2,11 +2,12 @@
 
 The code and the recipe are shipped; data are found by name on the node. A run writes to a folder of
 its node, and a thread sends what has changed to an actor on the driver's node, which writes it into
-the folder of runs, in an order in which the copy can always be resumed: new checkpoints before the
-removal of old ones, and the result last. If a node dies, its runs start elsewhere from the last
-checkpoint that arrived.
+the folder of runs, in an order in which the copy can always be resumed: new files, of which the
+result is the last, and then the removal of old ones. If a node dies, its runs start elsewhere from
+the last checkpoint that arrived.
 """
 
+import importlib
 import os
 import shutil
 import signal
@@ -20,37 +21,83 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
+
 import frostlab
 from frostlab.errors import BadInput, first_line, require
+from frostlab.launcher import AT_ONCE
 from frostlab.matrix.queue import Ended
 from frostlab.matrix.task import Outcome, Task, run_task
+from frostlab.matrix.workers import output_to
 from frostlab.records.index import EVENTS, LOCK, RESULT
 from frostlab.storage import path_inside
+from frostlab.training.progress import Display, Lines
 
+_JOIN = "run `ray start --address=HEAD:PORT` here first, or start frostlab on one of its machines"
+_ALIVE = 0  # Ray's number for the state of a live node
+_NO_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # a frame of HTTP/2 without any settings
 _CONNECT_SECONDS = 5.0  # for the cluster's head to answer
-_LOOK_SECONDS = 2.0  # between two looks at the cluster's resources and places
+_LOOK_SECONDS = 2.0  # between two looks at the cluster's resources and at the nodes of runs
 _SEND_SECONDS = 1.0  # between two looks of a node at its run's folder
 _PIECE_BYTES = 32 << 20  # the most bytes of one piece of a file
-Signature = tuple[int, int]  # time of the last change, size
+Signature = tuple[int, int]  # time of the last change in ns, size in bytes
 
 
 def check_address(address: str) -> None:
-    """Refuse an address at which no cluster answers; `auto` is the cluster of this machine."""
+    """Refuse an address at which no cluster answers, or one that this machine is not part of.
+
+    `auto` is the cluster of this machine.
+    """
     require("ray", "ray", "--ray")
     if address == "auto":
         return
     if "://" in address:
         raise BadInput(
-            f"--ray {address:.80}: the driver must run on a machine of the cluster; use HEAD:PORT"
+            f"--ray {address:.80}: addresses with :// (Ray Client) are not supported; log in to a "
+            "machine of the cluster, and use --ray HEAD:PORT there, usually with port 6379"
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise BadInput(f"--ray {address!r:.80} should be HEAD:PORT, such as 10.0.0.1:6379")
     try:
-        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+        with socket.create_connection((host, int(port)), _CONNECT_SECONDS) as connection:
+            if os.environ.get("RAY_USE_TLS") != "1" and not _speaks_http2(connection):
+                raise BadInput(
+                    f"--ray {address}: another program answers there; the port of Ray's head is "
+                    "the one that `ray start --head` prints, usually 6379"
+                )
     except OSError as error:
         reason = error.strerror or first_line(error)
         raise BadInput(f"--ray {address}: no Ray cluster answers there ({reason})") from None
+    nodes = _addresses_of_nodes(address)
+    if nodes is not None and not nodes & _own_addresses():
+        raise BadInput(f"--ray {address}: this machine is not part of the cluster; {_JOIN}")
+
+
+def _speaks_http2(connection: socket.socket) -> bool:
+    """Return whether a server begins HTTP/2 with its settings, as Ray's head does.
+
+    Ray itself waits for minutes if something else, such as its dashboard, has the port.
+    """
+    connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _NO_SETTINGS)
+    answer = b""
+    with suppress(OSError):
+        while len(answer) < len(_NO_SETTINGS) and (piece := connection.recv(16)):
+            answer += piece
+    return answer[3:4] == _NO_SETTINGS[3:4]  # the type of the frame
+
+
+def _addresses_of_nodes(address: str) -> set[str] | None:
+    """Return the addresses of a cluster's machines; None if it does not tell."""
+    with suppress(Exception):  # not part of Ray's public interface; ray.init asks again
+        raylet: Any = importlib.import_module("ray._raylet")
+        nodes = raylet.GcsClient(address=address).get_all_node_info(timeout=_CONNECT_SECONDS)
+        return {node.node_manager_address for node in nodes.values() if node.state == _ALIVE}
+    return None
+
+
+def _own_addresses() -> set[str]:
+    return {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
 
 
 # Copies of a run's folder
@@ -147,7 +194,7 @@ def all_pieces(folder: Path) -> list[Piece]:
     return list(Sender(folder).changes()) if folder.is_dir() else []
 
 
-# On the driver's node, and on a run's
+# On the driver's node, and on the node of a run
 
 
 class _Store:
@@ -161,12 +208,12 @@ class _Store:
         """Remember the node on which a run trains."""
         self._nodes[path] = (node, name)
 
-    def write(self, path: str, pieces: list[Piece], log: str | None, text: bytes) -> bool:
+    def write(self, path: str, pieces: list[Piece], log: str, text: bytes) -> bool:
         """Write pieces of a run's folder and of its log; return whether the run should stop."""
         receiver = Receiver(Path(path))
         for piece in pieces:
             receiver.apply(piece)
-        if log is not None and text:
+        if text:
             with open(log, "ab") as file:
                 file.write(text)
         return path in self._stopped
@@ -181,24 +228,32 @@ class _Store:
 
 
 def _train(
-    task: Task, pieces: list[Piece], data_dir: Path | None, log: str | None, store: Any
+    task: Task, pieces: list[Piece], data_dir: Path | None, log: str, store: Any, at_once: int
 ) -> Outcome:
-    """Train a run on a node, in a folder of its own that is mirrored to the driver's."""
+    """Train a run on a node, in a folder of its own that is mirrored to the driver's.
+
+    `at_once` is how many runs the node may train at the same time on one device.
+    """
+    os.environ[AT_ONCE] = str(at_once)
     ray = require("ray", "ray", "--ray")
     path, host = str(task.path), socket.gethostname()
     node = ray.get_runtime_context().get_node_id()
     ray.get(store.begin.remote(path, node, f"{host} {node[:6]}"))
     folder = Path(tempfile.mkdtemp(prefix="frostlab-run-")) / task.path.name
+    output = folder.parent / f"{folder.name}.log"
+    output.touch()
     receiver, sender = Receiver(folder), Sender(folder)
     for piece in pieces:
         receiver.apply(piece)
     sender.skip_present()
     ended, sent = threading.Event(), threading.Lock()
+    written = output.open("rb")  # the run's output
 
     def send() -> None:
         with sent:
             changed = list(sender.changes()) if folder.is_dir() else []
-            if ray.get(store.write.remote(path, changed, log, b"")) and not ended.is_set():
+            stop = ray.get(store.write.remote(path, changed, log, written.read()))
+            if stop and not ended.is_set():
                 os.kill(os.getpid(), signal.SIGTERM)  # the run stops after a step
 
     def follow() -> None:
@@ -210,7 +265,8 @@ def _train(
     thread.start()
     here = data_dir if data_dir is not None and data_dir.is_dir() else None
     try:
-        outcome = run_task(replace(task, path=folder), here)
+        with output_to(folder.parent, task):
+            outcome = run_task(replace(task, path=folder), here, Display(Lines()))
     except KeyboardInterrupt:
         outcome = Outcome("stopped", "stopped")
     finally:
@@ -218,6 +274,7 @@ def _train(
         thread.join()
     words = f"{outcome.kind}: {outcome.text}\n".encode()
     send()
+    written.close()
     ray.get(store.write.remote(path, [], log, words))
     shutil.rmtree(folder.parent, ignore_errors=True)
     return outcome
@@ -229,7 +286,7 @@ class RayTasks:
     A run needs one GPU where the cluster has any, and one CPU.
     """
 
-    def __init__(self, address: str, data_dir: Path | None, logs: Path | None) -> None:
+    def __init__(self, address: str, data_dir: Path | None, logs: Path) -> None:
         check_address(address)
         self._ray = ray = require("ray", "ray", "--ray")
         self._data_dir, self._logs = data_dir, logs
@@ -240,14 +297,14 @@ class RayTasks:
                 runtime_env={"py_modules": [package]},
             )  # fmt: skip
         except Exception as error:  # Ray raises errors of many kinds
-            raise BadInput(f"--ray {address}: {first_line(error)}") from None
+            raise BadInput(f"--ray {address}: {first_line(error)}; {_JOIN}") from None
         here = ray.get_runtime_context().get_node_id()
         strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
         actor = ray.remote(num_cpus=0, scheduling_strategy=strategy)(_Store)
         self._store = actor.remote()
         self._running: dict[Any, Task] = {}
         self._nodes: dict[str, tuple[str, str]] = {}
-        self._looked, self._capacity, self._gpus = -_LOOK_SECONDS, 1, 0
+        self._looked, self._capacity, self._gpus, self._shared = -_LOOK_SECONDS, 1, 0, 1
         self._look()
 
     def _look(self) -> None:
@@ -257,6 +314,9 @@ class RayTasks:
         resources = self._ray.cluster_resources()
         self._gpus = int(resources.get("GPU", 0))
         self._capacity = self._gpus or max(1, int(resources.get("CPU", 1)))
+        nodes = [entry["Resources"] for entry in self._ray.nodes() if entry["Alive"]]
+        largest = max((int(node.get("CPU", 1)) for node in nodes), default=1)
+        self._shared = 1 if self._gpus else max(1, largest)  # runs that may share a node's CPU
         with suppress(Exception):  # a busy actor; the next look asks again
             self._nodes = self._ray.get(self._store.nodes.remote(), timeout=_LOOK_SECONDS)
         self._looked = time.monotonic()
@@ -269,11 +329,11 @@ class RayTasks:
     def start(self, task: Task) -> None:
         """Submit a run, with what its folder holds so far."""
         needs = {"num_cpus": 1, "num_gpus": 1 if self._gpus else 0, "max_retries": 0}
-        log = None if self._logs is None else str(self._logs / f"{task.path.name}.log")
+        log = str(self._logs.resolve() / f"{task.path.name}.log")
         self._nodes.pop(str(task.path), None)
         reference = self._ray.remote(**needs)(_train).remote(
             replace(task, path=task.path.resolve()), all_pieces(task.path), self._data_dir, log,
-            self._store,
+            self._store, self._shared,
         )  # fmt: skip
         self._running[reference] = task
 

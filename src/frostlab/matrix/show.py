@@ -29,7 +29,7 @@ class OverviewRow:
     data: str
     method: str  # name of the treatment
     total_seconds: float | None = None  # mean over whole runs
-    step_seconds: float | None = None  # an interleaved step; else the mean step of whole runs
+    step_seconds: float | None = None  # of steps that the arms took in turn, else of whole runs
     gap: str | None = None  # effect on the metric with its interval and verdict, or `baseline`
     status: str = "not run"
 
@@ -48,8 +48,8 @@ def overview_table(rows: Iterable[OverviewRow]) -> str:
 def overview_rows(status: MatrixStatus) -> list[OverviewRow]:
     """Return one row for every experiment of a matrix, over its seeds.
 
-    Times are of runs that had their device to themselves; where all shared it, they are missing,
-    and the status says so.
+    Times are the means of runs that had their device to themselves; None if there are none. Then
+    the status says if a run shared its device.
     """
     by_name = {row.name: row for row in status.runs}
     by_id: dict[str, list[RunStatus]] = {}
@@ -107,12 +107,15 @@ def _status(runs: Sequence[RunStatus]) -> str:
     else:
         counts = [f"{states.count(state)} {state}" for state in _ORDER if state in states]
         status = ", ".join(counts)
-    shared = [row for row in runs if (row.runs_at_once or 1) > 1]
-    return f"{status}; shared a device, so not timed" if shared else status
+    shared = any((row.runs_at_once or 1) > 1 for row in runs)
+    return f"{status}; shared a device, so not timed" if shared and not _alone(runs) else status
 
 
 def terminal_table(status: MatrixStatus, most: int | None = None) -> "Group":
-    """Return a table for rich, with a line of totals; at most so many rows, the liveliest first."""
+    """Return a table for rich, with a line of totals.
+
+    `most` is the largest number of rows; running and failed runs are preferred to others.
+    """
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -180,12 +183,12 @@ def cautions(status: MatrixStatus) -> list[str]:
 
 
 def ended(status: MatrixStatus) -> bool:
-    """Return whether nothing runs or waits any more."""
+    """Return whether no run is running, and no driver is at work."""
     live = status.status in ("running", "waiting", "stopping")
     return not live and not any(row.state == "running" for row in status.runs)
 
 
 def as_json(status: MatrixStatus) -> dict[str, Any]:
-    """Return plain values for JSON, with the share of runs that have ended."""
+    """Return plain values for JSON, with the numbers of runs that have ended and of all runs."""
     done = sum(status.counts.get(state, 0) for state in ENDED)
     return {**status.to_dict(), "done": done, "total": len(status.runs)}

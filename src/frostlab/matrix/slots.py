@@ -12,15 +12,14 @@ from frostlab.records.telemetry import Gpu, NoGpu, wanted_gpu
 from frostlab.text import counted
 
 _MOST_AT_ONCE = 256
-# First trials on an H200, before workers stayed warm: 25 language-model runs took 30 s a run one
-# after another, 15 s with 5 at once and 22 s with 10, because processes take turns on the GPU.
-# `python benchmarks/sharing.py` measures it again; with MPS, nothing has been measured yet.
+# On an H200, language-model runs of 2,500 steps took 18.4 s a run one after another, and 11.9 s
+# with 5 at once under CUDA MPS. 5 without MPS (over 14.5 s) and 10 with it (over 11.7 s) were cut
+# off (docs/measurements.md).
 BEST_AT_ONCE = 5
-BEST_WITH_MPS = 10
 _MEMORY_SHARE = 0.9  # of the free memory that the runs of a device may need together
 _USED_BYTES = 1 << 30  # a GPU with more memory in use than this is taken
-_IDLE_SECONDS = 10.0  # between two looks at a GPU that is not idle
-_MPS_SERVER = "nvidia-cuda-mps"  # name of a process that shares a GPU, not one that uses it
+_IDLE_SECONDS = 10.0  # between two looks at a GPU
+_MPS_SERVER = "nvidia-cuda-mps"  # MPS's server process, which is no user of a GPU
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class GpuUse:
     memory_used: int  # bytes, by all processes
     memory_total: int
     utilisation: float  # percent
-    ours: bool  # whether a process of this program uses it
+    ours: bool  # whether used memory may be that of this program or of MPS's server
     others: tuple[int, ...]  # further processes that use it
 
 
@@ -164,7 +163,7 @@ def make_slots(
     memory: int | None = None,
     mps: Mapping[str, str] | None = None,
 ) -> list[Slot]:
-    """Return the slots of devices.
+    """Return a slot for each device: the device, and how many runs may train on it at once.
 
     Args:
         per_device: runs at the same time on each; None: as many as measurements advise.
@@ -175,16 +174,16 @@ def make_slots(
     for name in names:
         variables = _visible(name) | (dict(mps) if mps and name != "cpu" else {})
         slot = Slot(name, 1, variables)
-        at_once = advised(name, memory, bool(mps)) if per_device is None else per_device
+        at_once = advised(name, memory) if per_device is None else per_device
         slots.append(replace(slot, at_once=at_once))
     return slots
 
 
-def advised(device: str, memory: int | None, mps: bool) -> int:
+def advised(device: str, memory: int | None) -> int:
     """Return how many runs share a device with `--per-device auto`."""
     if device == "cpu":
         return 1
-    most = BEST_WITH_MPS if mps else BEST_AT_ONCE
+    most = BEST_AT_ONCE
     use = gpu_use(device)
     if memory and use is not None:
         free = _MEMORY_SHARE * (use.memory_total - use.memory_used)

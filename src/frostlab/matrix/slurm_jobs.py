@@ -1,30 +1,37 @@
 """An executor on Slurm, through submitit: runs are the elements of array jobs.
 
-A job that reaches its time limit is requeued, and goes on from the last checkpoint of its run. The
-folder of runs must be on a file system that the nodes share. States are read with squeue, because
-sacct needs a data base that many clusters do not have.
+Shortly before its time limit, a job's run stops with a checkpoint, and the job is requeued and goes
+on from there. The folder of runs must be on a file system that the nodes share. States are read
+with squeue, because sacct needs a data base that many clusters do not have.
 """
 
 import json
 import math
+import os
 import re
 import shutil
+import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from frostlab.errors import BadInput, first_line, nearest, require
 from frostlab.matrix.queue import Ended
 from frostlab.matrix.task import Kind, Outcome, Task, run_task
+from frostlab.matrix.workers import output_to
 from frostlab.storage import read_json, write_whole
+from frostlab.training.progress import Display, Lines
 from frostlab.typed import read
 
-_MOST_JOBS = 1000  # that are submitted at once
+_MOST_JOBS = 1000  # that may be pending or running at the same time
 _LOOK_SECONDS = 2.0  # between two calls of squeue
 _TIMEOUTS = 1000  # how often a job may reach its time limit and be requeued
+_WARNING_SECONDS = (10, 90)  # between Slurm's signal and the time limit: the least, the most
 _LOST_SECONDS = 10.0  # for the outcome of a job to appear after squeue calls it ended
 _LIVE = (
     "PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED",
@@ -61,6 +68,9 @@ def parse_options(text: str) -> dict[str, Any]:
         options[name] = value.strip()
     if "time" in options:
         options["time"] = _minutes(options["time"])
+    delay = options.get("signal_delay_s", "90")
+    if not delay.isdecimal():
+        raise BadInput(f"--slurm signal_delay_s={delay!r:.40} should be seconds, such as 90")
     return options
 
 
@@ -82,7 +92,13 @@ def _minutes(text: str) -> int:
 def check_options(text: str) -> None:
     """Refuse wrong options, a machine without Slurm, and a partition that does not exist."""
     require("submitit", "slurm", "--slurm")
-    partition = parse_options(text).get("partition")
+    options = parse_options(text)
+    if "time" not in options:
+        raise BadInput(
+            f"--slurm {text:.60}: add the time limit of a job, such as time=4:00:00; a run that "
+            "needs longer is requeued, and goes on"
+        )
+    partition = options.get("partition")
     if shutil.which("sbatch") is None:
         raise BadInput("--slurm: sbatch is not installed here; start it on a login node of Slurm")
     partitions = _ask("sinfo", "--noheader", "--format=%R").split()
@@ -103,19 +119,61 @@ def _ask(*command: str) -> str:
     return done.stdout
 
 
-class SlurmRun:
-    """The function of a job: it trains a run, or resumes it, and leaves its outcome in a file."""
+def warning_seconds(minutes: int) -> int:
+    """Return how long before the time limit Slurm should send its signal, by default.
 
-    def __init__(self, task: Task, data_dir: Path | None, outcome: Path) -> None:
-        self.task, self.data_dir, self.outcome = task, data_dir, outcome
+    Slurm looks at its jobs twice a minute, so that a signal may come half a minute too early; at
+    the start of a short job, it would kill a Python that is still importing.
+    """
+    least, most = _WARNING_SECONDS
+    return max(least, min(most, 60 * minutes // 6))
+
+
+class SlurmRun:
+    """The function of a job: it trains a run, or resumes it, and leaves its outcome in a file.
+
+    Args:
+        grace: seconds for a step and a checkpoint after Slurm's signal.
+    """
+
+    def __init__(
+        self, task: Task, data_dir: Path | None, logs: Path, outcome: Path, grace: float
+    ) -> None:
+        self.task, self.data_dir, self.logs = task, data_dir, logs
+        self.outcome, self.grace = outcome, grace
 
     def __call__(self) -> None:
-        """Train the run."""
+        """Train the run and write its outcome; if the time limit stopped it, requeue the job."""
+        requeue, announced = signal.getsignal(signal.SIGUSR2), threading.Event()
+        if callable(requeue):  # the handler of submitit
+            signal.signal(signal.SIGUSR2, self._stop_first(requeue, announced))
+        signal.signal(signal.SIGTERM, _interrupt)  # until training sets its own handler
         try:
-            outcome = run_task(self.task, self.data_dir)
+            with output_to(self.logs, self.task):
+                outcome = run_task(self.task, self.data_dir, Display(Lines()))
         except KeyboardInterrupt:
             outcome = Outcome("stopped", "stopped")
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # there is nothing left to stop
+        if announced.is_set() and outcome.kind == "stopped" and callable(requeue):
+            requeue(signal.SIGUSR2, None)  # ends this process
         write_whole(self.outcome, json.dumps(asdict(outcome)) + "\n")
+
+    def _stop_first(
+        self, requeue: Callable[[int, FrameType | None], Any], announced: threading.Event
+    ) -> Callable[[int, FrameType | None], None]:
+        """Return a handler that lets the run write a checkpoint; if that takes long, it requeues.
+
+        A requeued job is killed at once, so that the checkpoint must come first.
+        """
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            announced.set()
+            signal.signal(signal.SIGALRM, requeue)
+            signal.setitimer(signal.ITIMER_REAL, self.grace)
+            os.kill(os.getpid(), signal.SIGTERM)  # the run stops after a step
+
+        return handle
 
     def checkpoint(self) -> Any:
         """Return what the requeued job does: the same, from the run's last checkpoint."""
@@ -123,22 +181,29 @@ class SlurmRun:
         return submitit.helpers.DelayedSubmission(self)
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
 class SlurmJobs:
     """An executor whose tasks are jobs of Slurm.
 
-    A job that an earlier driver has submitted is found again by its number, which is kept in the
-    matrix's folder.
+    A job that an earlier driver has submitted is found again by its number, which is kept in a
+    folder next to the logs.
     """
 
-    def __init__(self, options: str, data_dir: Path | None, logs: Path | None) -> None:
+    def __init__(self, options: str, data_dir: Path | None, logs: Path) -> None:
         check_options(options)
         self._submitit = require("submitit", "slurm", "--slurm")
         self._data_dir = None if data_dir is None else data_dir.resolve()
-        folder = (Path("slurm") if logs is None else logs.parent / "slurm").resolve()
+        self._logs = logs.resolve()
+        folder = (logs.parent / "slurm").resolve()
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._numbers = folder, folder / "jobs.json"
         self._executor = self._submitit.SlurmExecutor(folder / "%j", max_num_timeout=_TIMEOUTS)
         given = parse_options(options)
+        given.setdefault("signal_delay_s", warning_seconds(given["time"]))
+        self._grace = int(_number(given["signal_delay_s"])) / 2
         known = {key: given.pop(key) for key in ("time", *_KNOWN) if key in given}
         self._executor.update_parameters(
             job_name="frostlab", **{k: _number(v) for k, v in known.items()},
@@ -179,7 +244,10 @@ class SlurmJobs:
         """Submit the tasks that wait, as one array job."""
         if not self._new:
             return
-        functions = [SlurmRun(task, self._data_dir, self._outcome(task)) for task in self._new]
+        functions = [
+            SlurmRun(task, self._data_dir, self._logs, self._outcome(task), self._grace)
+            for task in self._new
+        ]
         try:
             with self._executor.batch():
                 jobs = [self._executor.submit(function) for function in functions]

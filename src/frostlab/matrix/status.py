@@ -7,7 +7,7 @@ device, and why a run has failed before it had a record.
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,9 +21,9 @@ from frostlab.typed import parse
 
 ENDED = ("finished", "diverged")
 FAILED = ("failed", "crashed", "refused", "missing", "damaged")
-_TAIL = 1 << 20  # bytes that are read from the end of a run's events
-_HEAD = 1 << 16  # bytes that are read from their beginning
 _LOG_BYTES = 1 << 16  # bytes that are read from the end of a log
+_STAGE = b'{"kind": "stage"'  # the beginning of such an event's line
+_STEPS = (b'{"kind": "step"', b'{"kind": "resume"', _STAGE)
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RunStatus:
     data: str
     method: str
     seed: int | None
-    state: str  # waiting, pending, running, stopped, or one of `ENDED` or `FAILED`
+    state: str  # waiting, pending, running, stopped, interrupted, or one of `ENDED` or `FAILED`
     baseline: str | None = None  # name of the run that it is compared with
     optional: bool = False
     place: str | None = None  # device, node or job
@@ -59,7 +59,7 @@ class GpuStatus:
     """The load of one GPU."""
 
     device: str
-    memory_used: int
+    memory_used: int  # bytes
     memory_total: int
     utilisation: float  # percent
 
@@ -73,7 +73,7 @@ class MatrixStatus:
     places: str | None
     note: str | None
     runs: list[RunStatus]
-    counts: dict[str, int]  # runs by state
+    counts: dict[str, int]  # state → number of runs
     gpus: list[GpuStatus]
     seconds_left: float | None
     expected_end: float | None  # s since 1970
@@ -117,7 +117,7 @@ def _unplanned(record: Summary) -> RunStatus:
 
 
 def _row(run: PlannedRun, record: Summary | None, interrupted: str) -> RunStatus:
-    """Return what the plan and the record say; `interrupted` is the state of a run in between."""
+    """Return what the plan and the record say; `interrupted` is the state of an interrupted run."""
     planned = (run.name, run.id, run.phase, run.data, run.method, run.seed)
     if record is None:
         return RunStatus(*planned, "waiting", run.baseline, run.optional, metric=run.metric)
@@ -171,10 +171,11 @@ def _with_progress(row: RunStatus, runs: Path) -> RunStatus:
 def _progress(path: Path) -> tuple[int | None, int | None, float | None, float | None]:
     """Return the last step, the most steps, the last loss and the steps per second of a run."""
     step = steps = loss = speed = None
-    size = 0
     for line in lines_backwards(path):
-        size += len(line)
-        values = _event(line)
+        # After the last loss, only the stage is looked for: a long run has many steps to parse.
+        if not line.startswith(_STEPS if loss is None else _STAGE):
+            continue
+        values = parse(line) or {}
         step = values.get("step") if step is None else step
         if values.get("kind") == "step" and loss is None:
             losses, milliseconds = values.get("loss") or [None], values.get("ms") or []
@@ -184,26 +185,7 @@ def _progress(path: Path) -> tuple[int | None, int | None, float | None, float |
         if values.get("kind") == "stage":
             steps = values["step"] + values["steps"]
             break
-        if size > _TAIL:
-            steps = _first_stage(path)
-            break
     return step, steps, loss, speed
-
-
-def _event(line: bytes) -> Mapping[str, Any]:
-    kinds = (b'{"kind": "step"', b'{"kind": "stage"')
-    if not line.startswith(kinds) and not line.startswith(b'{"kind": "resume"'):
-        return {}
-    return parse(line) or {}
-
-
-def _first_stage(path: Path) -> int | None:
-    """Return the steps of a run's first stage, which is written near the beginning."""
-    with open_regular(path) as file:
-        for line in file.read(_HEAD).split(b"\n"):
-            if line.startswith(b'{"kind": "stage"'):
-                return int((parse(line) or {}).get("steps", 0)) or None
-    return None
 
 
 def last_line(matrix: MatrixFolder, name: str) -> str | None:
@@ -246,6 +228,8 @@ def _seconds_left(rows: Sequence[RunStatus], at_once: int) -> float | None:
     waiting = sum(row.state in ("waiting", "pending") for row in rows)
     if not durations:
         return None
+    if any(row.state == "pending" for row in rows):  # a cluster has no room for more at once
+        at_once = max(1, len(running))
     mean = sum(durations) / len(durations)
     rest = sum(mean if row.seconds_left is None else row.seconds_left for row in running)
     return (rest + waiting * mean) / at_once

@@ -41,9 +41,9 @@ class PlannedRun:
     method: str  # the treatment
     seed: int
     metric: str
-    recipe: int  # its place in the list of recipes
+    recipe: int  # index in `MatrixPlan.recipes`
     optional: bool = False  # whether the published studies only suggest it
-    baseline: str | None = None  # name of the run that it is compared with; null: it is one
+    baseline: str | None = None  # name of the run that it is compared with; null: none
     missing: str | None = None  # what it lacks, so that it cannot run
 
 
@@ -115,7 +115,7 @@ class MatrixFolder:
 
     @property
     def plan_path(self) -> Path:
-        """The file of the plan; its name is not that of a comparison's plan."""
+        """The file of the plan; it is not called plan.json, as the plan of a comparison is."""
         return self.path / _PLAN
 
     def plan(self) -> MatrixPlan:
@@ -213,22 +213,26 @@ def find_matrix(runs: Path, name: str | None = None) -> MatrixFolder | None:
     return MatrixFolder(runs, name)
 
 
-def find_log(runs: Path, name: str) -> Path:
-    """Return the newest log of a run, by its name or an unambiguous beginning of it."""
-    paths: dict[str, Path] = {}
-    for path in sorted((runs / MATRICES).glob(f"*/{_LOGS}/*.log"), key=_modified):
-        paths[path.stem] = path
-    matches = [known for known in paths if known.startswith(name)]
-    if name in paths:
-        return paths[name]
-    if len(matches) == 1:
-        return paths[matches[0]]
-    if matches:
-        raise BadInput(f"run {name!r:.80} could be {', '.join(sorted(matches)[:5])}")
-    raise BadInput(
-        f"no matrix in {runs} has a log of {name!r:.80}{nearest(name, paths)}; `frostlab show` "
-        "shows a run's record"
-    )
+def find_log(runs: Path, name: str, wait: bool = False) -> Path:
+    """Return the newest log of a run, by its name or an unambiguous beginning of it.
+
+    With `wait`, the log may not exist yet, if a matrix plans the run.
+    """
+    logs = sorted((runs / MATRICES).glob(f"*/{_LOGS}/*.log"), key=_modified)
+    paths, planned = {path.stem: path for path in logs}, dict[str, Path]()
+    for folder in (MatrixFolder(runs, matrix) for matrix in matrix_names(runs)):
+        with suppress(OSError, BadInput):
+            planned |= {run.name: folder.logs / f"{run.name}.log" for run in folder.plan().runs}
+    if name in planned and name not in paths and not wait:
+        raise BadInput(f"{name} has written nothing yet; see `frostlab status`, or wait with -f")
+    for known in (paths, planned if wait else {}):
+        matches = [name] if name in known else [k for k in known if k.startswith(name)]
+        if len(matches) == 1 and (matches[0] == name or name not in planned):
+            return known[matches[0]]
+        if len(matches) > 1:
+            raise BadInput(f"run {name!r:.80} could be {', '.join(sorted(matches)[:5])}")
+    hint = nearest(name, {**planned, **paths}) or "; `frostlab show` shows a run's record"
+    raise BadInput(f"no matrix in {runs} has a log of {name!r:.80}{hint}")
 
 
 def _modified(path: Path) -> int:

@@ -32,7 +32,7 @@ _PROBE_BYTES = 1 << 16  # written to find out whether a disk can be written
 class Task:
     """One training run."""
 
-    name: str  # of the record
+    name: str  # the run's name in its record
     recipe: Recipe
     path: Path  # the run's folder
     about: str  # name in progress lines
@@ -86,7 +86,7 @@ def run_task(
 
     With `raises`, bad input and bugs outside of training raise their error, so that they end the
     program, and a full disk is a failure; without it, they are outcomes, because other tasks can go
-    on, and a full disk can be waited for.
+    on, and the queue can wait until the disk has room.
     """
     from frostlab.training.run import RunFailed, run
 
@@ -126,7 +126,7 @@ def run_task(
 
 
 def _disk_problem_in(error: BaseException) -> str | None:
-    """Return the system's words if a full or read-only disk caused an error."""
+    """Return the message of an error that a full or read-only disk caused; None for others."""
     for inner in _chain(error):
         if isinstance(inner, OSError) and inner.errno in _DISK:
             return f"{error}" if isinstance(error, FrostlabError) else str(inner)

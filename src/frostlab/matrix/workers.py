@@ -42,7 +42,7 @@ class Slot:
 
 
 class InProcess:
-    """An executor that runs one task at a time in this process, with a bar on a live screen."""
+    """An executor for one task at a time in this process, with a bar if the screen is live."""
 
     def __init__(self, data_dir: Path | None, screen: Screen | None = None) -> None:
         self._data_dir, self._screen = data_dir, screen or Nowhere()
@@ -193,13 +193,13 @@ class LocalWorkers:
         for worker in list(self._workers):
             graceful = worker.task is not None and not worker.asked_to_stop
             with contextlib.suppress(OSError):
-                worker.connection.send(None)  # the next task after the one that stops
+                worker.connection.send(None)  # it ends after the run that stops
             worker.process.join(_GRACE_SECONDS if graceful else _CLOSE_SECONDS)
             self._remove(worker)
 
     def _remove(self, worker: _Worker) -> None:
         if worker.process.is_alive() and worker.connection.closed is False:
-            worker.process.join(0.5)  # its sentinel may be ready a moment later
+            worker.process.join(0.5)  # it may end a moment after its pipe was closed
         if worker.process.is_alive():
             worker.process.kill()
         worker.process.join()
@@ -224,7 +224,7 @@ def _serve(
     """Run the tasks that arrive until None arrives or the parent has ended."""
     os.environ.update(variables)  # before torch looks for devices
     if hasattr(os, "setpgrp"):
-        os.setpgrp()  # a signal to the parent's group, such as Ctrl-C, would be a second one
+        os.setpgrp()  # else Ctrl-C would reach it twice: directly, and through the parent
     threading.Thread(target=_end_with_parent, daemon=True).start()
     active = _stop_before_training()
     import frostlab.training.run  # noqa: F401  (torch, before the first task)
@@ -233,7 +233,7 @@ def _serve(
     with contextlib.suppress(EOFError, OSError):
         while (task := connection.recv()) is not None:
             active.set()
-            with _output_to(logs, task):
+            with output_to(logs, task):
                 outcome = _attempt(task, data_dir, logs is not None)
             active.clear()
             connection.send(outcome)
@@ -266,8 +266,8 @@ def _stop_before_training() -> threading.Event:
 
 
 @contextlib.contextmanager
-def _output_to(logs: Path | None, task: Task) -> Iterator[None]:
-    """Append the output of this process to the log of a task."""
+def output_to(logs: Path | None, task: Task) -> Iterator[None]:
+    """Append the output of this process to the log of a task, in a folder of logs."""
     if logs is None:
         yield
         return

@@ -3,8 +3,8 @@
 An arm is a variant of the compared recipe, trained with several seeds. The target is the recipe's
 `evaluate.target`, if it is for the compared metric. Else it is a value that only the baseline's
 runs decide: the mean of the best values that they had halfway through their evaluations. A run
-reaches it at the first evaluation, on the split that selects the weights, with a value as good or
-better. Only finished runs count as having reached it.
+reaches it at the first evaluation, on the split that selects the weights, whose value is at least
+as good. Only finished runs count as having reached it.
 """
 
 import math

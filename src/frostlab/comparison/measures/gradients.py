@@ -1,4 +1,4 @@
-"""Gradient flow of the arms: how much of the gradient and of learning reaches the first two layers.
+"""Gradient flow of the arms: how large the first two layers' gradients and changes are.
 
 An arm is a variant of the compared recipe. The first two layers are called the front. A report
 holds the numbers of one measured step.

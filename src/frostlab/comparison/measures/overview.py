@@ -13,7 +13,7 @@ from frostlab.comparison.measures.times import arm_times
 from frostlab.matrix.show import OverviewRow
 from frostlab.text import NONE
 
-_SIZES = {("gpt", 6, 512): "Medium-512"}  # names in the OELM study, by kind, layers and width
+_SIZES = {("gpt", 6, 512): "Medium-512"}  # (kind, layers, width) → name in the OELM study
 _KINDS = {"gpt": "GPT", "decoder": "Decoder", "conformer": "Conformer"}
 
 
@@ -24,7 +24,7 @@ def overview(
 
     Args:
         phase: the name of the group of experiments; by default, the name of the comparison.
-        ids: by arm, the id of the experiment that it is; by default, the arm's name.
+        ids: arm → id of its experiment; an arm that is not listed has its name as id.
     """
     plan, rows = evidence.plan, []
     for arm in plan.arms:
