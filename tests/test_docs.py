@@ -63,10 +63,12 @@ def shape(line: str) -> str:
 
 
 def test_the_description_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = blocks("docs/architectures.md")
+    found, registering = blocks("docs/architectures.md")
     registered = dict(_by_class)
+    exec(found, {})
+    assert "found by a probe of 2 attentions, tested in" in capsys.readouterr().out
     try:
-        exec(code, {})
+        exec(registering, {})
     finally:
         _by_class.clear()
         _by_class.update(registered)
@@ -78,6 +80,17 @@ def test_the_growing_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(code, {})
     (comment,) = re.findall(r"print\(.*\)  # (.*)", code)
     assert capsys.readouterr().out == f"{comment}\n"
+
+
+def test_the_adapters_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = "\n".join(blocks("docs/adapters.md"))
+    exec(code, {})
+    comments = re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)
+    assert capsys.readouterr().out.splitlines() == comments
+    assert len(comments) == 9
 
 
 def test_the_conformer_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +195,9 @@ NO_LIMITS = {  # they bound what is shown, computed or done at once, or an argum
     "cli.monitor._MOST_ROWS", "matrix.queue._MOST_BLOCKED",
     "matrix.slots._MOST_AT_ONCE", "matrix.slurm_jobs._MOST_JOBS",
     "recipe.bounded_yaml._MOST_SHOWN", "recipe.load._MOST_NAME", "recipe.load._MOST_TEXT",
-    "roles.read._MOST_PATHS", "timing.flops._MOST_FLOPS_PER_BYTE", "timing.interleave.MOST_BATCHES",
+    "roles.read._MOST_PATHS", "roles.tracing.dependence._MOST_STARTS",
+    "roles.tracing.find._MOST_CALLS", "roles.tracing.small.MOST_LAYERS",
+    "timing.flops._MOST_FLOPS_PER_BYTE", "timing.interleave.MOST_BATCHES",
     "timing.interleave._MOST_BLOCKS",
 }  # fmt: skip
 

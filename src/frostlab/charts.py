@@ -154,7 +154,7 @@ def page_svg(drawing: str, name: str) -> Markup:
 
 
 def figure_files(drawing: str, scale: float = 2) -> dict[str, bytes]:
-    """Return the SVG from `still` as SVG, PNG and PDF files, by file name extension."""
+    """Return the files of the SVG from `still`: extension (svg, png, pdf) → content."""
     _, vl_convert = require_drawing("drawing a chart")
     return {
         "svg": drawing.encode(),

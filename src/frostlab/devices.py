@@ -173,7 +173,7 @@ class Readback:
 
 @contextmanager
 def attention_without_plans(device: torch.device) -> Iterator[None]:
-    """Attend without cuDNN inside this context, for batches of many shapes that occur once.
+    """Compute attention without cuDNN in this context, for batches whose shapes keep changing.
 
     cuDNN takes about 11 ms to plan each new shape, which is longer than the attention itself.
     """

@@ -1,10 +1,10 @@
 """Embedding of fonts in SVG files, so that a figure looks the same on every machine.
 
-The drawing library measures and draws texts with a font of its own, or with one of the system for
-letters that its own lacks, and gives out no font files. But it can write PDF, in which fonts are
-embedded with the glyphs that are used. So the letters of all figures are written into one PDF for
-each style of text; its fonts are made complete for browsers, and become `@font-face` rules of every
-figure. Texts stay texts, which can be selected and searched.
+The drawing library draws texts with its built-in font; letters that this font lacks come from fonts
+of the system. It gives out no font files, but it can write PDF, in which the used glyphs of each
+font are embedded. So, for each style of text, the letters of all figures are written into one PDF;
+the fonts in it get the tables that browsers need, and become `@font-face` rules of every figure
+with that style. Texts stay texts, which can be selected and searched.
 """
 
 import base64
@@ -22,7 +22,7 @@ from frostlab.errors import require
 _TEXTS = ("{http://www.w3.org/2000/svg}text", "{http://www.w3.org/2000/svg}tspan")
 _OBJECT = re.compile(rb"(\d+) 0 obj\s(.*?)\sendobj", re.DOTALL)
 _CODES = re.compile(rb"<([0-9A-F]{4})> <((?:[0-9A-F]{4})+)>")  # glyph and letters in a CMap
-_UNITS = 1000  # of an em in a CFF font of a PDF
+_UNITS = 1000  # units per em of a CFF font in a PDF
 
 
 @dataclass(frozen=True, order=True)
@@ -40,7 +40,7 @@ def require_fonts(purpose: str) -> None:
 
 
 def with_fonts(drawings: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return SVG drawings with the fonts of their texts, by name."""
+    """Embed in each SVG drawing the fonts of its texts; `drawings` maps names to drawings."""
     letters: dict[Style, set[str]] = {}
     styles: dict[str, set[Style]] = {name: set() for name in drawings}
     for name, drawing in drawings.items():
@@ -127,7 +127,7 @@ def _fonts(style: Style, letters: Iterable[str]) -> list[Any]:
             for glyph, code in _CODES.findall(_stream(objects[_reference(body, "ToUnicode")]))
             if len(letter := bytes.fromhex(code.decode()).decode("utf-16-be", "replace")) == 1
         }
-        codes = {code: glyph for code, glyph in codes.items() if glyph}  # 0: the font lacks it
+        codes = {code: glyph for code, glyph in codes.items() if glyph}  # 0: not in the font
         title = re.search(rb"/FontName /(?:\w+\+)?([\w-]+)", descriptor)
         for key, make in (("FontFile2", _true_type), ("FontFile3", _cff)):
             if codes and title is not None and f"/{key}".encode() in descriptor:
@@ -174,7 +174,8 @@ def _cff(data: bytes, codes: Mapping[int, int], title: str) -> Any:
     outlines = font["CFF "].cff[0]
     font.setGlyphOrder(outlines.getGlyphOrder())
     for part in getattr(outlines, "FDArray", ()):
-        part.rawDict.pop("FontMatrix", None)  # it adds to a matrix that the table does not keep
+        # it multiplies the table's matrix, which is the default, so that fontTools does not save it
+        part.rawDict.pop("FontMatrix", None)
     widths = {}
     for name in font.getGlyphOrder():
         outline = outlines.CharStrings[name]

@@ -133,5 +133,5 @@ environment = Environment(
     lstrip_blocks=True,
     loader=DictLoader({"frame": _FRAME, "figure": _FIGURE}),
 )
-# keeps the line breaks of a text, which otherwise become visible: `{{ text|lines }}`
+# `{{ text|lines }}` keeps the line breaks of a text, which otherwise are shown as `\n`
 environment.filters["lines"] = lambda text: escape(printable(text))

@@ -38,7 +38,7 @@ def runs_at_once() -> int:
 
 
 def command() -> str:
-    """Return the command that started this process, or the queue whose worker it is."""
+    """Return the command that started this process or, in a worker, the command of its queue."""
     return os.environ.get(COMMAND) or shlex.join(sys.orig_argv)
 
 

@@ -430,9 +430,9 @@ def _damaged_cache(folder: Path) -> Path | None:
     """Return a damaged file of a cached folder; None if all files are intact.
 
     A large folder whose files look as they did when they were verified is not verified again. A
-    file looks changed if its size, inode, or time of the last change to its content or its status
-    differs. Programs cannot set the latter time, so this misses only changes below the file system,
-    such as bits that the disk loses, and those made while the clock was set back.
+    file looks changed if its size, inode, or time of the last change to its content (mtime) or its
+    status (ctime) differs. Programs cannot set the ctime, so this misses only changes below the
+    file system, such as bits that the disk loses, and those made while the clock was set back.
     """
     settled, signatures = time.time_ns() - _SETTLED, _signatures(folder)
     if _is_large(signatures):
@@ -475,7 +475,7 @@ def _remember(folder: Path, signatures: dict[str, list[int]], settled: int) -> N
     If a file was changed after `settled`, or the folder cannot be written, nothing is stored, and
     the next use verifies the files again.
     """
-    # the file of checksums is the last that is written, and a change to it harms nothing
+    # the file of checksums may be newer: it is written last, and a change to it harms nothing
     own = [times for name, (_, _, *times) in signatures.items() if name != SEAL]
     newest = max(map(max, own), default=0)
     if _is_large(signatures) and newest < settled:
@@ -503,7 +503,7 @@ def damaged_file(folder: Path, names: Iterable[str] | None = None) -> Path | Non
     """Return a file that is missing or was changed since `seal`; None if all files are intact.
 
     Only `names` are checked (default: all files; then a file without a checksum counts as changed).
-    The result is the file of checksums itself if that is missing or damaged, or lacks a name.
+    The result is the file of checksums itself if that is missing, damaged, or lacks one of `names`.
     """
     try:
         sealed = read_json(folder / SEAL)

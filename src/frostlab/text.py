@@ -59,7 +59,7 @@ def counted(count: int, plural: str) -> str:
 def columns(
     rows: Sequence[Sequence[str]], right: Collection[int] = (), width: int | None = None
 ) -> list[str]:
-    """Format rows as lines of aligned columns; `right` holds the columns to align right, from 0.
+    """Format rows as lines of aligned columns; `right` holds the indices of those to align right.
 
     Cells are shown with `plain`, because names come from users' files. If the lines are longer than
     `width`, the cells of the widest columns that are not aligned right are shortened.
@@ -136,5 +136,5 @@ def typed(value: Any, *kinds: type) -> Any:
 
 
 def joined(texts: Iterable[str | None]) -> str | None:
-    """Join the texts that are not empty by semicolons; return None if there are none."""
+    """Join with semicolons the texts that are not empty; return None if there are none."""
     return "; ".join(text for text in texts if text) or None

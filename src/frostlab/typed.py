@@ -108,7 +108,7 @@ def _dataclass(schema: Any, values: object, where: str, path: tuple[str, ...]) -
             value = values[name]
             kind = type(value)
             if kind in unchanged and (kind not in _NUMBERS or abs(value) < _WHOLE):
-                read_values[name] = value  # most values of a large file; NaN is not below it
+                read_values[name] = value  # a fast path for most values; NaN does not take it
             elif hint is Path and isinstance(value, Path):
                 read_values[name] = value
             else:
@@ -198,7 +198,7 @@ def _number(value: Any, where: str, path: tuple[str, ...]) -> Any:
 
 
 def _are_finite(hint: Any, values: Sequence[Any]) -> bool:
-    """Return whether all values are numbers that `_number` accepts or None, as annotated."""
+    """Return whether all values fit a numeric annotation: numbers as in `_number`, or None."""
     kinds = _json_types(hint)
     if float not in kinds or str in kinds or not kinds.issuperset(map(type, values)):
         return False

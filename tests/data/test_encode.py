@@ -58,3 +58,19 @@ def test_published_splits_have_no_tune(
     assert recipe_split(data, "report", "de", tmp_path, cache).name == "validation"  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="--split tune: a run with data.splits published has no"):
         recipe_split(data, "tune", "de", tmp_path, cache)  # type: ignore[arg-type]
+
+
+def test_xnli_is_trained_on_mnli(
+    tmp_path: Path, cache: Path, recipe: Callable[..., Recipe], write: Callable[..., Path]
+) -> None:
+    names = ("mnli/train", "xnli/de/train", "xnli/de/validation", "xnli/de/test")
+    for name in names:
+        write(tmp_path / f"{name}.jsonl", [{"premise": "a", "hypothesis": "b", "label": 0}])
+    data = recipe(name="xnli", language="de").data
+    plan = plan_splits(data, tmp_path, cache)  # type: ignore[arg-type]
+    for role in ("train", "tune", "report"):
+        split = recipe_split(data, role, None, tmp_path, cache)  # type: ignore[arg-type]
+        assert split == getattr(plan, role)
+    assert plan.train.files == (tmp_path / "mnli" / "train.jsonl",)
+    with pytest.raises(BadInput, match="data.language de: models of xnli train on English MNLI"):
+        recipe_split(data, "train", "de", tmp_path, cache)  # type: ignore[arg-type]

@@ -106,7 +106,7 @@ def test_windows_that_leave_a_gap_or_run_out_are_refused() -> None:
         stitch(np.ones((2, 4)), [0], 10)
     with pytest.raises(BadInput, match="^a recording of 3 samples is shorter than a window of 4$"):
         window_starts(3, 4, 2)
-    with pytest.raises(BadInput, match="must start every 1 to 4, not 5"):
+    with pytest.raises(BadInput, match="must start every 1 to 4 samples, not 5"):
         window_starts(10, 4, 5)
 
 

@@ -87,7 +87,7 @@ def test_an_interaction_that_cannot_be_known_says_why(fair: fl.GroupResult) -> N
     assert _interaction(ASKED, {"both": whole}, 1) == "not finished: causal."
     few = with_values(evidence, BETTER[:3], BASE[:3])
     text = _interaction(ASKED, {"causal": few, "both": whole}, 1)
-    assert text == "too few seeds: 3 that both have; at least 5 are needed."
+    assert text == "too few seeds: both comparisons have 3 in common; at least 5 are needed."
     lost = with_values(evidence, BETTER, BASE, word="did not finish")
     text = _interaction(ASKED, {"causal": lost, "both": whole}, 1)
     assert text == 'not shown: the verdict on causal is "did not finish".'

@@ -7,13 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import frostlab as fl
 from flowing import adamw, batch, tiny_gpt, watched
 from frostlab.flow.activity import (
+    _down_projections,
     attention_probabilities,
     dead_fraction,
     entropy,
     saturated_fraction,
 )
+from labelled import LABELLED
 
 
 def test_dead_and_saturated_units() -> None:
@@ -76,3 +79,11 @@ def test_attention_is_seen_however_it_is_computed(way: str) -> None:
         assert report.entropy["attention[0]"][1] < 0.3
         rest = [*report.entropy["attention[0]"][2:], *report.entropy["attention[1]"]]
         assert min(rest) > 0.9
+
+
+def test_raw_parameters_have_no_module_whose_inputs_are_theirs() -> None:
+    model = LABELLED["raw-parameters"].build()
+    fl.anatomy(model).select("down")  # it has them, but a hook on their module sees other inputs
+    assert list(_down_projections(model)) == []
+    linear = LABELLED["einsum"].build()
+    assert [name for name, _ in _down_projections(linear)] == ["layers.0.w2", "layers.1.w2"]

@@ -295,7 +295,7 @@ def test_an_eeg_run_shows_subjects_traces_and_electrodes(listener: Path) -> None
     assert [row["subject"] for row in points] == ["s0", "s1", "s2"]
     assert all(row["chance_low"] < row["chance_high"] for row in points)
     (row,) = table(shown, "scores")
-    assert row[0] == "held-out EEG of subjects trained on"
+    assert row[0] == "held-out EEG of training subjects"
     assert row[6] == "3"
     assert {row["signal"] for row in figure(shown, "trace-report").rows} == {"decoded"}
     np.savez(listener / "heard.npz", **{person.name: person.envelope for person in PEOPLE})

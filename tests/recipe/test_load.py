@@ -329,6 +329,9 @@ def test_the_named_treatments() -> None:
          "changed by the registered function mine; key: frozen; the rest trains"),
         ({"peft": {"method": "lora"}},
          "lora adapters at query and value; only the adapters and an untied head train"),
+        ({"peft": {"method": "lora"}, "freeze": ["all", "!adapter", "!layers[1]"]},
+         "lora adapters at query and value; all but adapter and layers[1]: frozen; "
+         "the rest trains"),
     ],
 )  # fmt: skip
 def test_a_treatment_says_what_it_does(treatment: Any, said: str) -> None:

@@ -1,8 +1,8 @@
 """The benchmark functions, which build the sides, check their losses and time them in turn.
 
 `ours` is frostlab. `theirs` is the Hugging Face Trainer, nanoGPT's loop, or frostlab
-without the feature that is measured. `loop` is a short loop with torch.compile's reduce-overhead
-mode, for BERT and GPT.
+without the feature that is measured. `loop`, a third side of most benchmarks, is a short loop with
+torch.compile's reduce-overhead mode.
 """
 
 from collections.abc import Callable, Iterator
@@ -160,7 +160,7 @@ def _padded_loop(
 
 
 def _check_against_trainer(settings: BenchSettings, ours: Feed, theirs: Feed) -> dict[str, Any]:
-    """Compare the sides' losses on one batch without dropout; no competitor compiles here."""
+    """Compare the sides' losses on one batch, without dropout; competitors are not compiled."""
 
     def model() -> nn.Module:
         return enlarge_head(bert(settings, dropout=0.0), "classifier")
@@ -316,7 +316,7 @@ def _frozen_qk(settings: BenchSettings, batch: int, length: int) -> Result:
     first = first_batch_only(feed)
     ours, theirs = (first_losses(step(frozen, 0.0, first).step) for frozen in (True, False))
     plain = PlainLoop(model(True, 0.0), first, FINE_TUNING, settings, None)
-    # with everything trained, later losses differ by design
+    # `theirs` trains all weights, so only its first loss must agree
     check = check_losses(ours, settings.precision, loop=first_losses(plain.step))
     check |= check_losses(ours[:1], settings.precision, theirs=theirs[:1])
     loops: list[FrostlabLoop] = []
@@ -361,7 +361,7 @@ def frozen_prefix(settings: BenchSettings) -> Iterator[Result]:
 
     BERT is a classifier. The two decoders are language models that train their last layer and the
     head, like a stage of progressive training. At a width of 64, the head needs most of the FLOPs;
-    at a width of 1024, the layers do. At small scale, there are two layers and one decoder.
+    at a width of 1024, the layers need most. At small scale, there are two layers and one decoder.
     """
     if settings.small:  # model, examples per step, tokens per example, classes
         cases = [(_bert, 2, 16, 2), (_decoder(16), 4, 8, 0)]
@@ -408,7 +408,7 @@ def _frozen_prefix(
         step=loops[0].kind_and_reason,
         notes=(
             "no dropout; ours_prepare_s includes filling the cache, the step times do not",
-            "the ceiling counts the last layer and the head",
+            "the ceiling is that of the last layer and the head",
         ),
         extra={
             "theirs_step": loops[1].kind_and_reason[0],
@@ -465,7 +465,7 @@ def assemble_result(
         case: the name of the variant in the table.
         check: the result of `check_losses`.
         step: the kind of our step (captured, compiled or eager), and the reason for it.
-        mean: report means of the rounds, because steps differ in length.
+        mean: report means over the rounds, not medians, because steps differ in length.
         extra: further keys of the result.
     """
     benchmark, ceilings = settings.benchmark, settings.ceilings

@@ -24,7 +24,7 @@ class Target:
     """The figures that a result must reach; a figure that is None is not required."""
 
     faster: float | None = None  # least ratio of their time to ours
-    ours_ms: float | None = None  # longest time of our step
+    ours_ms: float | None = None  # longest time of our step or, in whole-run, of our run
     memory: float | None = None  # largest ratio of our peak memory to theirs
     gain_share: float | None = None  # least share of the gain that the saved FLOPs allow
     faster_than_loop: float | None = None  # least ratio of the reduce-overhead loop's time to ours
@@ -67,8 +67,8 @@ class Benchmark:
     target: Target
     function: str  # module of frostlab.bench and name, such as cases.frozen_qk
     needs: tuple[str, ...] = ()  # libraries, and datasets as data:NAME
-    small_needs: tuple[str, ...] | None = None  # `needs` at small scale; None: `needs`
-    case_targets: tuple[tuple[str, Target], ...] = ()  # case → target, if not `target`
+    small_needs: tuple[str, ...] | None = None  # what small scale needs; None: the same
+    case_targets: tuple[tuple[str, Target], ...] = ()  # cases with another target than `target`
 
     def target_of(self, case: str) -> Target:
         """Return the target of a case, such as `256 × 128`."""
@@ -161,7 +161,7 @@ BENCHMARKS = {
             "deep-supervision",
             "three decoders with a loss at every layer: of 4 layers, of 3, and of 4 with the "
             "first 3 frozen; V 69,830, d 64",
-            "the same with plain logits",
+            "the same with all logits in memory",
             "tokens",
             Target(faster=2, memory=0.25),
             "supervision.deep_supervision",

@@ -25,7 +25,7 @@ from frostlab.training.step.optimizer import build_optimizer
 
 CompileMode = Literal["default", "reduce-overhead"]
 _MANY_STEPS = 10**5  # more steps than any benchmark takes
-CHECKED_STEPS = 4  # first steps in which the losses of both sides are compared
+CHECKED_STEPS = 4  # number of first steps whose losses are compared
 # Relative tolerances of the first loss and of later losses, in which rounding errors add up.
 _FIRST_TOLERANCE = {torch.bfloat16: 0.015, torch.float32: 1e-4}
 _LATER_TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 0.005}
@@ -33,7 +33,7 @@ _HEAD_FACTOR = 10.0  # the factor of `enlarge_head`
 
 
 class FrostlabLoop:
-    """A loop of frostlab's steps over a feed; `model` may already be an `Objective` with a loss."""
+    """A loop of frostlab's steps over a feed; `model` may be an `Objective` with its own loss."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ def check_losses(
 ) -> dict[str, Any]:
     """Refuse sides with different losses in their first steps, on one batch without dropout.
 
-    `others` are the losses of the other sides by name, such as `theirs`. The first loss checks the
+    `others`: name of another side, such as `theirs` → its losses. The first loss checks the
     forward pass; the later losses check the backward pass and the update. Tolerances are relative
     to the larger of the other side's first and current loss. Return the losses for the record.
     """

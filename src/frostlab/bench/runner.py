@@ -127,7 +127,7 @@ def _not_measured(benchmark: Benchmark, scale: Scale, status: str, reason: str) 
 
 def _ceiling_line(ceilings: Ceilings) -> str:
     return (
-        f"ceilings: {ceilings.matmul_flops / 1e12:.3g} TFLOP/s, "
+        f"the device reaches {ceilings.matmul_flops / 1e12:.3g} TFLOP/s, "
         f"{ceilings.copy_bytes / 1e9:,.0f} GB/s ({ceilings.how})"
     )
 
@@ -162,7 +162,8 @@ def table(results: Sequence[Result]) -> Group:
     """Return a table of the measured results, their notes, and the reasons for missing results."""
     grid = Table(
         title="ours ÷ theirs: ratio of times, below 1 if ours is faster; "
-        "[10th, 90th percentile of rounds]; loop: torch.compile with reduce-overhead, fused AdamW"
+        "[10th, 90th percentile of rounds]; loop: torch.compile with reduce-overhead, fused AdamW; "
+        "ceiling: the shortest time that the device's peak speed allows"
     )
     for name in _COLUMNS:
         grid.add_column(name, justify="left" if name == "benchmark" else "right")

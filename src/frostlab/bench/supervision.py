@@ -66,20 +66,20 @@ def partly_frozen(config: DecoderConfig, frozen: int) -> Decoder:
 def deep_work(config: DecoderConfig, length: int, tokens: int, frozen: int = 0) -> StepWork:
     """Return the work of a step that supervises every layer and applies the head to each."""
     work = step_work(partly_frozen(config, frozen), length, tokens)
-    # Passes of the head at each layer but the last (`work` includes the last): forward, weight
-    # gradient and, unless everything below is frozen, input gradient.
-    passes = 3 * (config.layers - 1) - frozen
+    # Matrix products of the head at each layer but the last (`work` includes the last): forward,
+    # weight gradient and, unless everything below is frozen, input gradient.
+    products = 3 * (config.layers - 1) - frozen
     return StepWork(
-        work.flops + 2 * passes * config.vocabulary * config.width * tokens, work.parameters
+        work.flops + 2 * products * config.vocabulary * config.width * tokens, work.parameters
     )
 
 
 def deep_supervision(settings: BenchSettings) -> Iterator[Result]:
     """Train a decoder with a loss at every layer: fused with the head, against plain logits.
 
-    The first case trains four layers. The others are the phases of progressive training: three
-    layers, and then a fourth and the head, with the embedding and the first three layers frozen and
-    the losses of all four kept. Each is also timed against a loss at the last layer only.
+    The first case trains four layers. The other two are the phases of progressive training: the
+    first trains three layers; the second adds a layer and trains only it and the head, with a loss
+    at all four layers. Each case is also timed against a loss at the last layer only.
     """
     config = decoder_config(settings.small)
     yield _deep_supervision(settings, config, "4 layers")
@@ -132,7 +132,7 @@ def _deep_supervision(
         check=check,
         step=loops[0].kind_and_reason,
         notes=(
-            f"theirs: plain logits, {': '.join(loops[1].kind_and_reason)}",
+            f"theirs: all logits in memory, {': '.join(loops[1].kind_and_reason)}",
             f"a step with a loss at every layer takes {against_last['ratio']:.2f} times one with "
             "a loss at the last layer",
         ),

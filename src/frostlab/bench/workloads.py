@@ -151,7 +151,7 @@ def first_batch_only(feed: Feed) -> Feed:
 
 
 def load_text(settings: BenchSettings, name: str, length: int, size: int) -> Prepared:
-    """Prepare a public dataset in the data folder, with a BPE tokenizer trained on it."""
+    """Prepare a public dataset from the data folder, with a BPE tokenizer trained on it."""
     limit = {"limit": 400, "evaluation_limit": 50} if settings.small else {}
     recipe = recipe_from(
         {
@@ -205,9 +205,10 @@ def packed_feed(tokens: Tokens, order: Order, pad: int) -> tuple[Feed, list[int]
 def padded_feed(
     tokens: Tokens, order: Order, pad: int, device: torch.device
 ) -> tuple[Feed, list[int]]:
-    """Return a feed of padded batches of a few widths, and one step number for each width.
+    """Return a feed of padded batches, and one step number for each of their widths.
 
-    Every batch has a mask, so that a compiled model sees inputs of one kind.
+    On a GPU, there are only a few widths. Every batch has a mask, so that a compiled model sees
+    inputs of one kind.
     """
     limit = padding_limit(tokens, device)
 

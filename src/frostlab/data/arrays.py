@@ -14,7 +14,7 @@ from frostlab.data.files import RATIO, UNPACKED
 from frostlab.errors import BadInput, first_line
 from frostlab.storage import open_regular
 
-VALUES = 1 << 27  # the most values of one array; all arrays of a .npz may take 8 × as many bytes
+VALUES = 1 << 27  # the most values of one array; a .npz may unpack to 8 × VALUES bytes
 _HEADER = 10_000  # the most bytes of an array's header, as in NumPy
 
 

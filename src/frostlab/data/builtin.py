@@ -31,7 +31,7 @@ from frostlab.storage import FORMAT, build_once, digest_of
 
 PACKAGES = ("numpy", "scipy", "torch", "transformers")
 SPLIT_SHARES = {"train": 0.8, "validation": 0.1, "test": 0.1}
-PAIRING = 2  # version of the rule that pairs summaries and bodies; increase it with the rule
+PAIRING = 2  # version of the rule that pairs summaries and bodies; raise it when the rule changes
 FEWEST_WORDS = 12  # minimum number of words in a text, or in the body of a pair
 MASK = "package"  # replaces the packages' names, which would give the label away
 _PACKAGE_NAMES = re.compile(
@@ -110,7 +110,7 @@ def _write_docstrings(
 ) -> None:
     """Write a file for each split, with the same number of docstrings from every package.
 
-    `kinds` is the number of kinds of pairs; 0 for whole docstrings.
+    `kinds` is the number of classes of pairs; 0 for whole docstrings.
     """
     least = max(2, kinds)
     shares = SPLIT_SHARES.items()
@@ -143,10 +143,10 @@ def _write_docstrings(
 def _pairs(
     docs: list[Docstring], elsewhere: list[Docstring], kinds: int
 ) -> list[dict[str, str | int]]:
-    """Pair summaries with bodies, in equal numbers of pairs for each of two or three kinds.
+    """Pair summaries with bodies, in equal numbers for each of two or three classes.
 
     The body belongs to the summary (label 1), to another docstring of the package (0) or, with
-    three kinds, to a docstring of another package, from `elsewhere` (2). Docstrings that are left
+    three classes, to a docstring of another package, from `elsewhere` (2). Docstrings that are left
     over are not used. A single mismatched summary gets the body of the first docstring.
     """
     share = len(docs) // kinds
@@ -204,7 +204,7 @@ def split_of_module(package: str, name: str) -> str:
 def near_duplicate_key(text: str) -> str:
     """Return a key that near duplicates share: a text's first word and its lower-case words.
 
-    After the first word, capitalized words, numbers, and code with dots, digits or calls are left
+    After the first word, words with capitals, digits or underscores, attributes and calls are left
     out.
     """
     first, _, rest = text.partition(" ")

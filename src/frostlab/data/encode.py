@@ -96,9 +96,17 @@ def recipe_split(
         }
         split = names[role]
         if isinstance(split, str):
-            splits = public_splits(data.name, language or data.language, data_dir)
+            name = data.name
+            if role == "train" and name == "xnli":  # its models train on MNLI, as in `plan_splits`
+                if language not in (None, "en"):
+                    raise BadInput(
+                        f"--split train, data.language {language}: models of xnli train on "
+                        "English MNLI; leave data.language out, or name a file with --data"
+                    )
+                name, language = "mnli", "en"
+            splits = public_splits(name, language or data.language, data_dir)
             if split not in splits:
-                raise BadInput(f"{data.name} has no split {split}; it has {', '.join(splits)}")
+                raise BadInput(f"{name} has no split {split}; it has {', '.join(splits)}")
             return splits[split]
     else:
         split = getattr(plan_splits(data, data_dir, cache), role)

@@ -1,8 +1,8 @@
 """Data sets, tokenizers and weights that recipes need: find them on this machine, or fetch them.
 
-A public data set is searched in the user's data folder and then in the cache of the library
-`datasets`. A tokenizer or weights are searched in the folder of that name, and then in the cache of
-the Hugging Face hub. `fetch` downloads into these caches, from which later runs read.
+A public data set is looked for in the user's data folder and then in the cache of the library
+`datasets`; a tokenizer or weights, in the folder of that name and then in the cache of the Hugging
+Face hub. `fetch` downloads into these caches, from which later runs read.
 """
 
 import os
@@ -244,7 +244,8 @@ def fetch(need: Need) -> None:
     if need.kind == "data" and need.problem is not None:
         raise BadInput(f"{need.name} is your own data, which no hub has: {need.problem}")
     if need.kind != "data" and os.path.exists(named_path(need.name, "model.name")):
-        raise BadInput(f"{need.problem or need.name}; it is a path here, so it is not downloaded")
+        problem = "" if need.problem is None else f"{need.problem}; "
+        raise BadInput(f"{problem}{need.name} is a path here, so it is not downloaded")
     cache = _cache_of(need.kind)
     free = shutil.disk_usage(next(p for p in (cache, *cache.parents) if p.exists())).free
     if need.size is not None and need.size > free:

@@ -26,7 +26,7 @@ LABEL = 1000  # the most characters of a label
 # A .gz or .npz may unpack to UNPACKED bytes or, if that is more, to RATIO times its own size.
 UNPACKED = 1 << 20
 RATIO = 100  # gzip makes text 3 to 20 times smaller, and one repeated character 1,000 times
-WORD = 512  # characters of a word that may be cut: BPE takes quadratic time in a word's length
+WORD = 512  # characters; a longer word may be cut, as BPE takes quadratic time in a word's length
 _SPACE = re.compile(r"\s")
 _WORD_END = re.compile(r"(?<=\S)\s")  # the first white space after a word
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which UTF-8 cannot encode
@@ -135,7 +135,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 class _Unpacked(io.RawIOBase):
-    """A .gz file that is refused once it has become far larger than text could be."""
+    """A .gz file that is refused once it has unpacked to far more bytes than text would."""
 
     def __init__(self, path: Path, raw: IO[bytes]) -> None:
         self._path, self._raw, self._file = path, raw, gzip.GzipFile(fileobj=raw)
@@ -228,7 +228,7 @@ def _table(path: Path, file: IO[bytes], *, tabs: bool) -> Iterator[Line]:
     """Yield the rows of a CSV or TSV file; both have quotes as `csv.writer` and pandas write them.
 
     Some TSV files are written without quoting. A cell that begins with a quote would then swallow
-    the cells and rows up to the next quote, so a file with invalid quoting is refused.
+    the cells and rows up to the next quote, so a TSV file with invalid quoting is refused.
     """
     csv.field_size_limit(LINE)  # the default is 128 KiB per cell
     row_size = 0  # bytes of the row so far, which may have several lines

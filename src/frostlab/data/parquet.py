@@ -47,7 +47,7 @@ def batch_rows(path: Path, file: IO[bytes], metadata: Any, columns: Collection[s
             )
     pages = [1] * len(groups)  # bytes of the largest page of each row group
     before = 0
-    for start, end, group in sorted(chunks):  # in the order of the file, which may be a .gz
+    for start, end, group in sorted(chunks):  # in the file's order: in a .gz, going back is slow
         if start < before or end > size:
             raise BadInput(f"{path} is damaged: a column is outside the file or inside another")
         before = end

@@ -79,10 +79,11 @@ CAUTION = "selected on the reporting split"
 LEAK = "made with a vocabulary that knows the words of {}"
 BATCH = 1 << 20  # approximate number of characters per encoded batch
 ROWS = 1024  # maximum number of texts per encoded batch
-MOST_DRAWN = 1 << 26  # limit on examples drawn at once × data.symbols, and × data.length
+# the largest product of the number of examples drawn at once and data.symbols or data.length
+MOST_DRAWN = 1 << 26
 VERSION = 2  # version of the files that describe prepared data; raise it when they change
 SHOWN_LABELS = 5  # labels that a note lists
-MOST_PLACES = 10_000  # files and folders among which data are searched by their digest
+MOST_PLACES = 10_000  # the most files and folders that are searched for data with a given digest
 T = TypeVar("T")
 
 
@@ -90,7 +91,7 @@ T = TypeVar("T")
 class _SyntheticFacts:
     """Cached metadata of synthetic data."""
 
-    tokens: dict[str, str]  # digest of each role's tokens
+    tokens: dict[str, str]  # role → digest of its tokens
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class _TextFacts:
 
     vocabulary: int
     pad: int
-    # By role, without source and files, because a copy of the text in another folder shares it.
+    # role → its record, without source and files: a copy of the text elsewhere uses the same cache
     splits: dict[str, SplitRecord]
 
 
@@ -353,8 +354,8 @@ class _TextPreparation:
             train, report = (self.surveys[role].keys for role in ("train", "report"))
             if shared := int(np.isin(train, report).sum()):
                 yield (
-                    f"{shared:,} rows of train have a text of report; data.splits published keeps "
-                    "them"
+                    f"{shared:,} rows of train have a text that is also in report; data.splits "
+                    "published keeps them"
                 )
 
     def _caution(self) -> str | None:
@@ -534,9 +535,9 @@ def encode_running(
 ) -> _Encoded:
     """Write documents as one stream of tokens and cut it into examples.
 
-    An example starts every `stride` tokens and has `length` + 1 tokens; the last may be shorter.
-    With a stride of `length`, the last target of an example is the first token of the next example.
-    With a larger stride, examples share no token, and tokens between them may be left out.
+    An example starts every `stride` tokens and has `length` + 1 tokens; the last ones may be
+    shorter. With a stride of `length`, the last target of an example is the first token of the next
+    example. With a larger stride, examples share no token, and tokens between them may be left out.
     """
     max_tokens = None if limit is None else (limit - 1) * stride + length + 1
     with writer:

@@ -36,7 +36,7 @@ HELD_OUT = 0.05  # share of train that replaces a missing tune split, and a miss
 LANGUAGES = (
     "ar", "bg", "de", "el", "en", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur", "vi", "zh",
 )  # fmt: skip
-SPLIT_NAMES = ("train", "validation", "test")  # names of the files in a user's folder
+SPLIT_NAMES = ("train", "validation", "test")  # file names that have a role by default
 _WHOLE_NUMBER = re.compile(r"-?\d{1,20}")
 _TRUE = ("1", "true", "yes", "on")  # values of environment variables that mean yes
 

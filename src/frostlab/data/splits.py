@@ -32,7 +32,7 @@ Keys = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
 FEWEST_DOCUMENTS = 20  # with fewer documents, running text is split by characters
 _FACTS = "survey.json"
-# arrays of a survey
+# array of a survey → its dtype
 _KINDS = {"keys": "uint64", "sizes": "int64", "codes": "int64", "empty": "uint8"}
 _VERSION = 1  # of a survey's files; raise it when they change
 _SALT = {"report": 1, "tune": 2, "limit": 3}  # gives each purpose its own hash of rows
@@ -181,7 +181,7 @@ class Portion:
     split: Split
     survey: Survey
     taken: Mask  # which rows or documents are in the portion
-    characters: tuple[int, int] | None = None  # if given, replaces `taken`
+    characters: tuple[int, int] | None = None  # a range of the text; if given, replaces `taken`
     note: str = ""  # how rows were held out or dropped, for the record
     carved_from: str | None = None  # the role that this portion is a share of
     carved: Mapping[str, int] = field(default_factory=dict)  # role → rows that it got from here
@@ -279,10 +279,10 @@ def _hold_out_rows(
             taken, how = _last_documents(left, scaled), f"the last {share:.0%} of the documents"
         else:
             taken = stratified_share(train.survey.keys, numbers, left, scaled, role)
-            how = f"{share:.0%} held out by label"
+            how = f"{share:.0%} of each class"
         left &= ~taken
         carved[role] = int(taken.sum())
-        note = f"{how}, {carved[role]:,}"
+        note = f"{how}, {carved[role]:,} in all"
         portions[role] = replace(train, taken=taken, note=note, carved_from="train")
     note = f"less {' and '.join(shares)}" if shares else ""
     portions["train"] = replace(train, taken=left, note=note, carved=carved)

@@ -67,7 +67,8 @@ class Encoder(Protocol):
 def tokenizer_settings(recipe: Recipe) -> BPE | Words | PretrainedTokenizer:
     """Return the recipe's tokenizer, else the pretrained model's tokenizer, else BPE.
 
-    A model without pretrained weights has its own tokenizer only if a folder here holds it.
+    Without pretrained weights, the model's tokenizer is used only if `model.name` is a folder that
+    holds it.
     """
     if recipe.tokenizer is not None:
         return recipe.tokenizer
@@ -134,7 +135,7 @@ def _set_up_words(backend: Tokenizer, lowercase: bool) -> None:
 
 
 def sample_texts(texts: Iterable[str], size: int) -> Iterator[str]:
-    """Yield texts at equal distances, so that at most about SAMPLE of `size` characters remain.
+    """Yield every n-th text, so that at most about SAMPLE of `size` characters remain.
 
     Texts that are one long word are skipped once such texts had ENDLESS characters in total.
     """
@@ -175,7 +176,7 @@ class Fast:
         return [(encoding.ids, (*encoding.type_ids, 1).index(1)) for encoding in encoded]
 
     def _single(self, texts: list[str], length: int) -> list[list[int]]:
-        """Encode the beginning of each text, or the whole text if that is not `length` tokens."""
+        """Encode the beginning of each text; if that gives too few tokens, the whole text."""
         can_cut = self.backend.pre_tokenizer is not None  # then no token crosses the end of a word
         heads = [text[: word_end(text, HEAD * length)] if can_cut else text for text in texts]
         encoded = self._encode(heads)
@@ -293,7 +294,7 @@ class Slow:
 class Pretrained:
     """A pretrained tokenizer, an encoder that uses it, and a digest of its vocabulary and rules.
 
-    Without a fast implementation, the digest has the class of the tokenizer instead of the rules.
+    Without a fast implementation, the digest covers the tokenizer's class instead of its rules.
     """
 
     tokenizer: Any

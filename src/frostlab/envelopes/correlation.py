@@ -1,6 +1,7 @@
-"""Agreement of decoded and true envelopes: Pearson's r, its chance level, and matching accuracy.
+"""Agreement of decoded and true envelopes: Pearson's r, its chance level, and right decisions.
 
-`stitch` joins the windows that a decoder predicts into one signal.
+A decision is for the one of two envelopes with which the decoded envelope correlates more. `stitch`
+joins the windows that a decoder predicts into one signal.
 """
 
 from collections.abc import Sequence
@@ -227,7 +228,9 @@ def window_starts(samples: int, length: int, hop: int) -> NDArray[np.int64]:
     if samples < length:
         raise BadInput(f"a recording of {samples} samples is shorter than a window of {length}")
     if not 1 <= hop <= length:
-        raise BadInput(f"windows of {length} samples must start every 1 to {length}, not {hop}")
+        raise BadInput(
+            f"windows of {length} samples must start every 1 to {length} samples, not {hop}"
+        )
     last = samples - length
     return np.unique(np.append(np.arange(0, last, hop), last))
 

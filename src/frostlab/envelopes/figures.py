@@ -62,15 +62,15 @@ def eeg_page(
     Args:
         scores: split → decoder → scores.
         best: split → an upper bound on any decoder's r, which is known for simulated data.
-        excerpts: rows of `excerpt_rows` by title.
+        excerpts: title → rows of `excerpt_rows`.
         kernels: rows of `kernel_rows`.
         importance: channel names, and one value for each.
         caution: a warning to show above the scores.
-        titles: titles of the splits (default: their names).
+        titles: split → title (default: the split's name).
     """
     if not scores:
         raise BadInput("an EEG page needs the scores of at least one split")
-    charts: dict[str, Any] = {}  # by the name of the file
+    charts: dict[str, Any] = {}  # file name without its ending → chart
     splits: list[dict[str, Any]] = []
     note = None
     for number, (split, decoders) in enumerate(scores.items(), 1):
@@ -93,7 +93,7 @@ def eeg_page(
     if importance is not None:
         chart, title, note = draw_importance(*importance)
         charts["channels"] = chart.properties(title=title)
-    # each drawing with its alternative text
+    # name → SVG and alternative text
     drawings = {
         name: (svg(themed(chart, in_page=True), name), label(str(chart.title), 200))
         for name, chart in charts.items()

@@ -110,12 +110,12 @@ def fit_ridge(
     shared: dict[int, Moments] = {}  # fold → moments of all subjects
     groups: dict[int, list[Recording]] = {}  # fold → recordings of all subjects
     own: dict[str, Decoder] = {}
-    waiting: dict[str, Moments] = {}  # moments of subjects that use the shared decoder's λ
+    waiting: dict[str, Moments] = {}  # subject that uses the shared decoder's λ → moments
     for index, (subject, recordings) in enumerate(subjects.items()):
         sums: dict[int, Moments] = {}
         held_out: dict[int, list[Recording]] = {}
         for rank, recording in enumerate(recordings):
-            # Subjects start at different folds; otherwise single recordings would share one fold.
+            # Subjects start at different folds; else all with one recording would share a fold.
             fold = (index + rank) % folds
             _accumulate(sums, fold, recording_moments(recording, taps))
             held_out.setdefault(fold, []).append(recording)
@@ -225,7 +225,7 @@ class Moments:
         )
 
     def covariance(self) -> tuple[Floats, Floats]:
-        """Return cov(x, x) and cov(x, y); without the means, the bias is free of the penalty."""
+        """Return cov(x, x) and cov(x, y); as means are subtracted, λ does not penalise the bias."""
         mean = self.x / self.samples
         xx = self.xx / self.samples
         xx -= np.outer(mean, mean)

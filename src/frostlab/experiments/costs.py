@@ -140,7 +140,7 @@ Every experiment of these groups with its cost. `frostlab recipes --details` pri
 `--group NAME` one group of it, and `--json` its values. What the ids mean, and what differs from
 the sources, is in [From the sources](from-the-sources.md).
 
-- *digest*: of the recipe. Two experiments with one digest have the same recipe.
+- *digest*: of the recipe. Experiments with equal digests have the same recipe.
 - *parameters*, *trainable*: in the last stage, if there are several.
 - *steps*: "≤" if patience can end a stage earlier.
 - *tokens*: steps × batch × length, so padding and an incomplete last batch count. For EEG, samples.
@@ -153,9 +153,9 @@ the sources, is in [From the sources](from-the-sources.md).
   (gradient and Adam's moments), the values that a layer keeps for its backward pass (16 per token
   and unit of the width, and 2 bytes of dropout masks), and a language model's logits. For BERT-base
   (32 × 128) and GPT Medium-512 (8 × 512) in bf16, it is within 10 % of the measured peak. The
-  Conformer's layers keep other values, so their memory is not estimated. All fit in 16 GB, except
-  the Conformers in float32, as published: in bf16, a run of v1 took 11.4 GB and one of v2 11.5
-  ([runs](records/eeg-runs.jsonl)).
+  Conformer's layers keep other values, so their memory is not estimated. All experiments fit in
+  16 GB, except the Conformers, which run in float32 as published; in bf16, a run of v1 took 11.4 GB
+  and one of v2 11.5 GB ([runs](records/eeg-runs.jsonl)).
 - *reported*: by the sources.
 """
 

@@ -48,7 +48,7 @@ class FurtherArm:
     """One arm on further data."""
 
     summary: Summary | None  # of the metric over the seeds; None without a score
-    gap: Effect | None  # paired effect; None for the baseline, and without pairs
+    gap: Effect | None  # effect against the baseline, paired by seed; None: baseline, or no pairs
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def pending_runs(
     """Return (arm, run, names of the further data without a score) for each run that lacks scores.
 
     Only finished runs are returned. A stored score counts if it has the same weights and settings.
-    If a setting is tuned, the run of a seed is the one that the comparison chose for it.
+    If a setting is tuned, a seed has one run: the one that the comparison chose.
     """
     scores = {_key(score): score for score in read_scores_of(folder)}
     pending = []

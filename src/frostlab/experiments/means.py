@@ -1,10 +1,10 @@
 """Means of the effects of several comparisons: over all of them, by model and by task.
 
 A mean covers comparisons with the same arm, metric and shortcomings, so that confounded effects and
-those of scaled or shortened runs are not mixed with the others. Every comparison has the same
-weight, whatever its number of seeds. The comparisons count as independent, and the mean is about
-these comparisons: its interval says nothing about other data sets. A mean over one comparison is
-its own effect, with the interval of its verdict. `Means` is the schema of
+those of reduced runs (scaled, shortened or with stand-ins) are not mixed with the others. Every
+comparison has the same weight, whatever its number of seeds. The comparisons count as independent,
+and the mean is about these comparisons: its interval says nothing about other data sets. A mean
+over one comparison is its own effect, with the interval of its verdict. `Means` is the schema of
 means.json, which a report of several comparisons writes.
 """
 
@@ -39,7 +39,7 @@ class Mean:
     verdicts: dict[str, int]  # verdict → number of comparisons
     # for a single comparison, its effect and interval; else `n` is the number of comparisons
     effect: Effect
-    retained: float | None  # geometric mean of the shares of the baseline's metric
+    retained: float | None  # geometric mean of the comparisons' `retained_share`
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class _Entry:
 
 
 def means_of(comparisons: Mapping[str, Evidence]) -> Means:
-    """Return the means over comparisons, which are given by folder."""
+    """Return the means over comparisons, given as folder → evidence."""
     entries = [
         entry for name, evidence in comparisons.items() for entry in _entries(name, evidence)
     ]

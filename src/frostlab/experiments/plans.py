@@ -1,8 +1,8 @@
 """Plans of a group's comparisons, as published or fair.
 
 As published, the arms (variants to compare) are experiments of the sources (published studies):
-each has its own treatment, and every setting in which it differs from the first is declared as a
-confound. In a fair comparison, the arms differ only in what is compared, and by default the
+each has its own treatment, and every setting in which it differs from the first arm is declared
+as a confound. In a fair comparison, the arms differ only in what is compared, and by default the
 learning rate of each arm is tuned.
 """
 
@@ -74,8 +74,8 @@ def group_plans(
 
     Args:
         only: names of the comparisons to plan; all if it is empty.
-        changes: keys of a comparison for all of them, such as `seeds`.
-        settings: settings of the recipe for every arm of all of them, and their scale.
+        changes: keys to set in every comparison, such as `seeds`.
+        settings: settings of the recipe for every arm of every comparison; may include `scale`.
         quick: plan short runs, and by default fewer seeds and shorter step timing.
         stand_in: a function that replaces the missing parts of an arm's recipe by stand-ins.
     """

@@ -113,8 +113,8 @@ def compare_group(
         rounds: number of extra whole runs per arm, which alternate between arms for timing.
         settings: settings of the recipe for every arm of every comparison.
         quick: plan short runs, and by default fewer seeds and shorter step timing.
-        scale: tiny, small or full; at tiny and small, every arm has fewer examples, fewer steps and
-            (unless it is pretrained) narrower layers. None: the recipes' scale.
+        scale: tiny, small or full; at tiny and small, every arm has fewer and shorter examples,
+            fewer steps and (unless it is pretrained) narrower layers. None: the recipes' scale.
         stand_in: use built-in data, a learned tokenizer or random weights in place of missing ones.
         out: the group's folder; by default `comparisons/GROUP`, with `-as-published`, the scale and
             `-quick` added to the name where they apply.

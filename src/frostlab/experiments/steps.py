@@ -25,8 +25,10 @@ from frostlab.training.stages import Entered, Stage, enter_stage, stages_of
 from frostlab.training.step.objective import Supervision, resolve_supervision
 
 MACHINE = "NVIDIA H200"
-WORDS = {"wikitext2": 28_914, "wikitext2-raw": 69_830}  # sizes of vocabularies of whole words
-Models = dict[str, tuple[nn.Module, Anatomy]]  # models on the meta device by their settings
+# data.name → size of its vocabulary of whole words
+WORDS = {"wikitext2": 28_914, "wikitext2-raw": 69_830}
+# digest of the settings → model on the meta device, and its anatomy
+Models = dict[str, tuple[nn.Module, Anatomy]]
 
 
 class Step(NamedTuple):

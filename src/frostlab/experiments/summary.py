@@ -35,7 +35,8 @@ Status = Literal["finished", "not finished", "not run"]
 _NO_VALUE = ("did not finish", "unproven")  # verdicts that leave an effect unknown
 TRANSFER = len(QUESTIONS) - 1  # index of the question that needs comparisons of BERT and of GPT
 MODELS = ("BERT", "GPT")
-_SHORTENED = ("train.steps", "train.epochs", "evaluate.every", "watch.every_n_steps")  # by --quick
+# settings that --quick changes
+_SHORTENED = ("train.steps", "train.epochs", "evaluate.every", "watch.every_n_steps")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class ArmSummary:
     runs: int  # finished runs
     mean: float | None  # of the metric, over the finished runs that can be paired
     std: float | None
-    gap: Effect | None  # paired effect; None for the baseline, and without pairs
+    gap: Effect | None  # effect against the baseline, paired by seed; None: baseline, or no pairs
     verdict: Word | None  # None for the baseline
     sentence: str | None
     retained: float | None  # share of the baseline's metric (retained_share); above 1: better
@@ -96,7 +97,8 @@ class ComparisonSummary:
     baseline_treated: str | None = None
     oelm: str | None = None  # the arm with orthogonal frozen query and key weights
     arms: tuple[ArmSummary, ...] = ()
-    questions: tuple[Answered, ...] = ()  # the plan's or, with an OELM arm, the OELM study's
+    # the plan's; if it has none and there is an OELM arm, those of the OELM study
+    questions: tuple[Answered, ...] = ()
 
     @property
     def oelm_arm(self) -> ArmSummary | None:
@@ -113,8 +115,8 @@ class GroupSummary:
     about: str
     as_published: bool
     comparisons: tuple[ComparisonSummary, ...]
-    questions: tuple[Answered, ...]  # over the whole group; empty if no comparison asks them
-    interactions: tuple[Answered, ...]
+    questions: tuple[Answered, ...]  # of the OELM study; empty if no comparison asks them
+    interactions: tuple[Answered, ...]  # on how an arm's effect differs between comparisons
     further: tuple[FurtherResult, ...]  # the runs' best weights on further data
 
     def to_dict(self) -> dict[str, Any]:
@@ -366,7 +368,8 @@ def _transfer(
         return f"Not known: {' '.join(parts)}"
     judged = {"better", "worse", "no difference found"}
     if not set().union(*words.values()) <= judged:
-        return f"Not shown: {' '.join(parts)} Only an effect that is judged can carry over."
+        needed = 'Every verdict has to be better, worse or "no difference found".'
+        return f"Not shown: {' '.join(parts)} {needed}"
     if words["BERT"] == words["GPT"] and len(words["BERT"]) == 1:
         return f"Yes, as far as these verdicts agree: {' '.join(parts)}"
     return f"Not in every comparison: {' '.join(parts)}"
@@ -423,7 +426,10 @@ def _interaction(
     effects = [_effects_by_seed(evidence, interaction.arm) for evidence in (own, other)]
     seeds = sorted(effects[0].keys() & effects[1].keys())
     if len(seeds) < LEAST_SEEDS:
-        return f"too few seeds: {len(seeds)} that both have; at least {LEAST_SEEDS} are needed."
+        return (
+            f"too few seeds: both comparisons have {len(seeds)} in common; at least {LEAST_SEEDS} "
+            "are needed."
+        )
     level = own.rules.level / statements
     difference = paired(*([by_seed[seed] for seed in seeds] for by_seed in effects), alpha=level)
     on_scale = math.exp if own.rules.log else float

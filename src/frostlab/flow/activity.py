@@ -146,8 +146,10 @@ def _down_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     except UnknownArchitecture:
         return
     for part in anatomy.parts:
-        if part.role == "down" and part.kind == "weight" and part.rows is None:
-            yield part.name.rpartition(".")[0], slots[part.name].owner
+        slot = slots[part.name]
+        alone = slot.local == "weight" and len(part.shape) == 2  # not in a batch of experts
+        if part.role == "down" and part.kind == "weight" and part.rows is None and alone:
+            yield part.name.rpartition(".")[0], slot.owner
 
 
 def dead_fraction(activations: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from frostlab.records.index import read_run
 from frostlab.storage import finite
 from frostlab.text import NONE, columns
 
-FLOW_TARGETS = {"front_ratio": 0.1, "weight_change": 0.01}  # reached by larger values
+FLOW_TARGETS = {"front_ratio": 0.1, "weight_change": 0.01}  # name → value to exceed
 # (limit, word): the front ratio is the gradient size of the front divided by that of the output;
 # the first word whose limit is above the ratio describes the ratio. The word is no verdict, because
 # an optimizer that divides gradients by their size also learns from small ones.

@@ -156,7 +156,7 @@ def _no_gain(missed: Target | None, diagnosis: Diagnosis, model: ConformerModel)
         return None
     ratios = next(reversed(diagnosis.flows.values())).depth_ratios()
     text = (
-        "for no gain, the source checks the switches (here model.residual "
+        "if nothing is gained, the source checks the switches (here model.residual "
         f"{model.residual}, model.head {model.head}, model.gradient_scale "
         f"{model.gradient_scale:g}), the ratio (front/output gradient {ratios.front_ratio:.4g}) "
         f"and the weights (front weight change {ratios.weight_change:.4g})"

@@ -36,7 +36,7 @@ DECADES = 8  # a colour scale spans at most this many powers of ten; smaller num
 _ROWS, _COLUMNS = 130, 48  # more parts are merged into layers, more reports into medians
 MOST_ROWS = 200  # further rows are not drawn
 _PURPOSE = "drawing a flow"
-_LARGEST = 1e300  # upper end of a colour scale; its logarithms must not overflow
+_LARGEST = 1e300  # the largest upper end of a colour scale; above it, 10 ** log10(x) can overflow
 _WIDTH = 280  # width of a plot, in pixels
 
 

@@ -173,7 +173,7 @@ class RecentReports:
 
     @cached_property
     def _sorted_ratios(self) -> dict[str | None, list[float]]:
-        """The ascending comparable ratios of each role; the key None holds those of all roles."""
+        """Role, or None for all roles → ascending ratios of the comparable parts."""
         ratios: dict[str | None, list[float]] = {None: []}
         for i in sorted(self.comparable, key=lambda i: self.ratios[i]):
             if not math.isnan(self.ratios[i]):
@@ -226,7 +226,7 @@ class RecentReports:
 
     @cached_property
     def _layers(self) -> dict[tuple[str, int | None], dict[str, int]]:
-        """The indices of each layer's parts by role."""
+        """(stack, layer) → role → index of the part."""
         layers: dict[tuple[str, int | None], dict[str, int]] = {}
         for i, part in enumerate(self.flow.parts):
             layers.setdefault((part.stack, part.layer), {})[part.peers] = i

@@ -107,10 +107,11 @@ class Report:
     # mean of max |g| of the front (first two layers), the back (last two) and the output (head)
     largest: dict[str, float] = field(default_factory=dict)
     ranges: dict[str, float] = field(default_factory=dict)  # tensor of the front → max - min
-    broken: tuple[int, ...] = ()  # parts with a NaN or an infinity
+    broken: tuple[int, ...] = ()  # indices of the parts with NaN or infinity
     dead: dict[str, float] = field(default_factory=dict)  # module → dead fraction
     saturated: dict[str, float] = field(default_factory=dict)  # module → saturated fraction
-    entropy: dict[str, tuple[float, ...]] = field(default_factory=dict)  # attention → each head
+    # attention call → entropy of each head
+    entropy: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def of(self, quantity: str, part: int) -> float:
         """Return one quantity of one part."""
@@ -378,22 +379,24 @@ def _check_flow(flow: Flow, where: str) -> None:
     groups, parts = range(len(flow.groups)), range(len(flow.parts))
     for part in flow.parts:
         if any(group not in groups for group in part.groups):
-            raise BadInput(f"{where}: groups of the part {plain(part.name)} do not exist")
+            raise BadInput(f"{where}: `groups` of the part {plain(part.name)} do not exist")
     for report in flow.reports:
         if report.step < 0:
             raise BadInput(f"{where}: the step {report.step} is negative")
         lengths = {len(numbers) for numbers in report.values.values()}
         if report.values.keys() != QUANTITIES.keys() or lengths != {len(parts)}:
-            raise BadInput(f"{where}: values of step {report.step} do not fit the parts")
+            raise BadInput(f"{where}: `values` of step {report.step} do not fit the parts")
         if any(number < 0 for name in _NORMS for number in report.values[name]):
             raise BadInput(f"{where}: a norm of step {report.step} is negative")
         if len(report.rates) != len(groups):
-            raise BadInput(f"{where}: rates of step {report.step} do not fit the groups")
+            raise BadInput(f"{where}: `rates` of step {report.step} do not fit the groups")
         if any(index not in parts for index in report.broken):
-            raise BadInput(f"{where}: broken of step {report.step} names an unknown part")
+            raise BadInput(
+                f"{where}: `broken` of step {report.step} has a part that does not exist"
+            )
         if report.largest.keys() != set(_DEPTHS):
             keys = ", ".join(_DEPTHS)
-            raise BadInput(f"{where}: largest of step {report.step} should have {keys}")
+            raise BadInput(f"{where}: `largest` of step {report.step} should have the keys {keys}")
 
 
 def _nan_for_null(value: Any) -> Any:
@@ -425,7 +428,8 @@ def parts_event(flow: Flow, every_n_steps: int, front: Sequence[str]) -> dict[st
 def report_event(report: Report, parts: Sequence[PartFacts]) -> dict[str, Any]:
     """Return the values of a `flow` event, without quantities that were not measured.
 
-    Numbers are rounded to 5 digits; ranges to 7, because `weight_change` needs small differences.
+    Numbers are rounded to 5 significant digits; ranges to 7, because `weight_change` needs small
+    differences.
     """
     trainable = _trainable(parts)
     event: dict[str, Any] = {}

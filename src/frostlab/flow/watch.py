@@ -1,4 +1,4 @@
-"""Measurement of optimizer steps at a fixed interval, by optimizer hooks or calls of the loop.
+"""Measurement of every n-th optimizer step, in optimizer hooks or by calls of the training loop.
 
 A measured step gives a report, with numbers for each part (all tensors of one role in one layer, or
 outside the layers). A `Probe` measures on the device, a `ReportQueue` copies the numbers to the
@@ -104,7 +104,7 @@ class LiveFlow(Flow):
         super().__init__(type(unwrapped(model)).__name__, type(optimizers[0]).__name__)
         self.every_n_steps = every_n_steps
         self.step = 0  # steps taken so far
-        self.first = 0  # steps taken before the first measured step
+        self.first = 0  # the steps first + 1, first + 1 + n, first + 1 + 2n, … are measured
         self._model, self._optimizers = model, tuple(optimizers)
         self._make_probe, self._verify, self._on_report = make_probe, verify, on_report
         self._activity, self._queue = make_activity(self.is_due), ReportQueue()
@@ -419,7 +419,7 @@ def _cosines_and_distance(raw: dict[str, list[float]]) -> dict[str, tuple[float,
 def _broken_parts(
     trainable: set[int], reached: set[int], values: dict[str, tuple[float, ...]]
 ) -> tuple[int, ...]:
-    """Return the parts whose weight, update or gradient norm is NaN or infinite."""
+    """Return indices of the parts whose weight, update or gradient norm is NaN or infinite."""
     return tuple(
         i for i in sorted(trainable)
         if not math.isfinite(values["weight"][i]) or not math.isfinite(values["update"][i])
@@ -428,7 +428,7 @@ def _broken_parts(
 
 
 def _mean_largest(pending: _PendingReport, largest: list[float]) -> dict[str, float]:
-    """Return the mean of max |g| over the parameters of front, back and output with a gradient."""
+    """Return front, back and output → the mean of max |g| over their parameters with a gradient."""
     by_parameter = dict(zip(pending.extremes, largest, strict=True))
     means = {}
     for depth in ("front", "back", "output"):

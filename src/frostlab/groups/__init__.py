@@ -1,1 +1,1 @@
-"""The groups of the experiments that the sources ran or proposed, one YAML file each."""
+"""The built-in groups, one YAML file each; most of their experiments are from published studies."""

@@ -62,7 +62,8 @@ class TensorBoard:
         self._event: Any = require("tensorboardX.proto.event_pb2", "tensorboard", purpose)
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            # TensorBoard reads files in the order of their names, which hold the time in seconds
+            # TensorBoard reads files in the order of their names, in which tensorboardX writes the
+            # time in whole seconds; the suffix makes the order certain
             self._file: Any = files.EventsWriter(f"{folder}/events", f".{time.time_ns()}")
         except OSError as error:
             raise BadInput(f"TensorBoard: {folder}: {error.strerror}") from None
@@ -81,7 +82,7 @@ class TensorBoard:
     ) -> None:
         """Write a flow report: the whole gradient's norm, three values per part, and a depth ratio.
 
-        The norm, `Gradient/norm`, is measured after clipping; `training` writes it before clipping.
+        The norm, `Gradient/norm`, is that after clipping; `training` writes that before clipping.
         The depth ratio is the gradient size of the first two layers divided by that of the head, if
         both are known. The three values are the norms of gradient and update, and the update's norm
         relative to the weights. A value that was not measured, such as a frozen part's, gets no
@@ -220,7 +221,8 @@ def tag_of(part: str) -> str:
 def export_run(run: str | Path, out: str | Path) -> Path:
     """Write the losses, evaluations and gradient flow of a recorded run as event files in `out`.
 
-    The files of a scaled run, or of one with stand-ins, are in a folder inside `out` that says so.
+    The files of a scaled run, or of one with stand-ins, are in a folder inside `out` whose name
+    says so.
     """
     record = RunRecord(Path(run))
     events = record.events()
@@ -291,9 +293,9 @@ class _Histograms:
 
 
 class LiveBoard:
-    """A writer of a run's events while it runs, in a thread of its own: no step waits for it.
+    """A writer of a run's events while it runs, in a thread, so that no step waits for the disk.
 
-    A resumed run gives its earlier events, so that the curves are complete and no step is there
+    A resumed run passes its earlier events, so that the curves are complete and no step is there
     twice; earlier histograms are copied from the event files. If writing fails during the run, the
     run goes on, and a warning is given at its end.
     """

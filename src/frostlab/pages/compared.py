@@ -88,7 +88,7 @@ class Compared:
         return self.cell(*keys, format=f"remark in {self.language}")
 
     def looks(self) -> Cell:
-        """Return the cell with the looks taken and planned."""
+        """Return the cell about the looks (analyses of the results), taken and planned."""
         return self.cell(format=f"looks in {self.language}")
 
     def time_of(self, name: str) -> Paragraph:
@@ -246,7 +246,7 @@ def _doubts(compared: Compared) -> list[Paragraph]:
 
 
 def _notes(compared: Compared, only_doubts: bool) -> list[Paragraph]:
-    """Return the notes of all verdicts, each once; those that cast doubt are red."""
+    """Return the notes of all verdicts; doubts are red, and a note about a run comes only once."""
     blocks, seen = [], set()
     for name, verdict in compared.evidence.verdicts.items():
         for number, note in enumerate(verdict.notes):
@@ -468,7 +468,7 @@ def _orthogonality(compared: Compared) -> list[str | Cell]:
 
 
 def _heard(compared: Compared) -> list[Figure]:
-    """Draw what the first run of each of the first arms decoded, if the arms are EEG decoders."""
+    """Draw the results of each arm's first run, if the arms are EEG decoders."""
     if not compared.evidence.subjects:
         return []
     runs = {arm: run.folder for arm in compared.arms for run in compared.runs(arm)[:1]}

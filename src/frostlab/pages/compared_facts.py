@@ -181,7 +181,7 @@ def rules(compared: "Compared") -> list[Block]:
         ["alpha: false alarms allowed over all looks (analyses of the results)",
          compared.cell("plan", "rules", "alpha")],
         ["confidence of the statements about the metric", compared.cell(format="confidence")],
-        ["largest cost that does not matter",
+        ["margin: the largest cost that is acceptable",
          "not set" if plan.rules.margin is None else compared.cell(format="margin")],
         ["smallest effect of interest",
          "not set" if plan.rules.minimum_effect is None
@@ -191,7 +191,7 @@ def rules(compared: "Compared") -> list[Block]:
         ["seeds", compared.cell("plan", "seeds", format="list")],
         ["allowed confounds", compared.cell("plan", "allow_confounds", format="list")],
         ["planted harm (the baseline with half its steps)", "yes" if plan.assay else "no"],
-        ["alternating whole runs per arm", compared.cell("plan", "rounds", format="count")],
+        ["further runs per arm, to be timed", compared.cell("plan", "rounds", format="count")],
     ]  # fmt: skip
     if plan.rules.timed:
         rows.append(["confidence of the statements about time",
@@ -259,7 +259,7 @@ def notes(compared: "Compared") -> list[Block]:
         try:
             folder = path_inside(compared.folder, place)
             annotations = read_annotations(folder)
-        except BadInput:  # another folder, or a file that cannot be read
+        except BadInput:  # outside of the comparison's folder, or not readable
             continue
         file = f"{place}/{ANNOTATIONS}".lstrip("/")
         for number, _ in enumerate(annotations.notes):
@@ -295,7 +295,8 @@ def methods(compared: "Compared") -> list[Block]:
     for number, setting in enumerate(plan.tune):
         pieces += [f"{plain(setting.key)} was tuned for every arm on the same grid (",
                    compared.cell("tuning", number, "values", format="list"),
-                   "); the value for a seed was chosen by the other seeds. "]  # fmt: skip
+                   "); for each seed, the value with the best score over the other seeds "
+                   "was used. "]  # fmt: skip
     mean = "geometric mean of the ratios to" if ratio else "mean of the differences from"
     pieces += [
         f"The effect on {metric} is the {mean} {compared.baseline}, paired by seed, with "

@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 _EVIDENCE = "evidence.json"
 _ALPHA = 0.05  # error level of the intervals of means, which belong to no verdict
-_SPREAD = 1.5  # tuned perplexities that span more are drawn on a logarithmic scale
-_DECADE = 10.0  # a loss or a perplexity that spans more is drawn on a logarithmic scale
+_SPREAD = 1.5  # a tuned perplexity with a larger max / min is drawn on a logarithmic scale
+_DECADE = 10.0  # a training curve of loss or perplexity with a larger max / min, too
 _SYMBOLS = 16  # about how many symbols a line has
 _HEAT_ROWS, _HEAT_COLUMNS, _HEAT_ARMS = 24, 24, 8  # of heat maps
 _LOGARITHMIC = ("loss", "perplexity")
-_QUANTITIES = {  # of gradient flow, by their keys in evidence.json
+_QUANTITIES = {  # key of gradient flow in evidence.json → title
     "front_ratio": "gradient of the front / of the output",
     "weight_change": "weight change of the front",
     "update": "update / weight of the front",
 }
-_MEMORY = {  # sizes in evidence.json's timing, by key
+_MEMORY = {  # key of a size in evidence.json's timing → title
     "peak_bytes": "peak memory",
     "optimizer_bytes": "optimizer state",
     "checkpoint_bytes": "trainable weights",
@@ -204,7 +204,7 @@ def training_curves(compared: "Compared") -> list[Figure]:
 
 
 def step_times(compared: "Compared") -> list[Figure]:
-    """Draw the time of a training step by step."""
+    """Draw the time that training steps took in the course of the runs."""
     times = {arm: [curve.step_ms for curve in curves] for arm, curves in compared.curves.items()}
     note = f"The first steps, which are slower, are left out. {_averaged(compared)}".strip()
     return _curves(
@@ -257,7 +257,7 @@ def _flops(
 
 
 def _selecting(compared: "Compared") -> tuple[str | None, str]:
-    """Return the metric to draw and its split: the plan's, or else the one that selects weights."""
+    """Return the plan's metric, or else the first evaluated, and the split that selects weights."""
     data, metric = compared.evidence.data, compared.evidence.rules.metric
     split = "tune" if data is not None and "tune" in data.splits else "report"
     evaluations = [
@@ -334,7 +334,7 @@ def _with_band(point: Mapping[str, Any]) -> str:
 
 
 def time_ratios(compared: "Compared") -> list[Figure]:
-    """Draw the ratio of each arm's step time to the baseline's, with its ceiling and control."""
+    """Draw the ratio of each arm's step time to the baseline's, with FLOP ceiling and control."""
     timing = compared.evidence.timing
     if timing is None:
         return _round_ratios(compared)
@@ -481,7 +481,7 @@ def _flow_ratios(compared: "Compared") -> list[Figure]:
 
 
 def _heat_maps(compared: "Compared") -> list[Figure]:
-    """Draw the gradient norm of parts or layers by step, for the first run of the first arms."""
+    """Draw the gradient norm of parts or layers by step, in the first run of up to 8 arms."""
     grids: dict[str, Grid] = {}
     files = []
     for arm in compared.arms[:_HEAT_ARMS] if compared.evidence.flow else ():

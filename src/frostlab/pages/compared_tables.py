@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Row = Sequence[str | Cell]
 COMPARISON, TIMING = "comparison.json", "timing.json"
 DOUBTFUL = ("confounded", "unproven", "too few seeds", "did not finish")  # verdicts shown in red
-_BEST = {"accuracy": "best_accuracy", "perplexity": "best_ppl"}  # keys in comparison.json
+_BEST = {"accuracy": "best_accuracy", "perplexity": "best_ppl"}  # metric → key in comparison.json
 _FLOW = {  # title of each gradient-flow quantity
     "front_ratio": "front/output gradient",
     "weight_change": "front weight change",
@@ -186,7 +186,7 @@ def further_numbers(compared: "Compared") -> list[Block]:
 
 
 def times(compared: "Compared") -> list[Block]:
-    """Return the tables of interleaved steps and of whole runs."""
+    """Return the tables of steps that were timed in turns, and of whole runs."""
     return [*_step_times(compared), *_run_times(compared)]
 
 

@@ -210,7 +210,7 @@ def _interval_layers(base: Any, x: Any, colour: Any, above: float = 0) -> list[A
 
 
 def _upright_intervals(base: Any, y: Callable[[str], Any]) -> list[Any]:
-    """Draw the intervals of `clipped` rows upright, with an arrow where one goes on."""
+    """Draw the intervals of `clipped` rows upright, with an arrow where one leaves the axis."""
     layers = [base.transform_filter("isValid(datum.from)").mark_rule(strokeWidth=2)
               .encode(y=y("from:Q"), y2="to:Q")]  # fmt: skip
     for name, side in (("beyond_low", "down"), ("beyond_high", "up")):
@@ -325,8 +325,10 @@ def curves(
 def time_ratios(rows: Rows, arms: Sequence[str], control: dict[str, Any] | None, title: str) -> Any:
     """Draw the ratio of each arm's time to the baseline's with its interval.
 
-    Rows have arm, effect, low, high, text and, if known, ceiling. `control` has low and high, the
-    interval of a second copy of the baseline; a difference inside it shows nothing.
+    Rows have arm, effect, low, high, text and, if known, ceiling (the smallest ratio that the
+    saved FLOPs explain), ceiling_text and first (whether its label is drawn). `control` has
+    low and high, the interval of a second copy of the baseline, and text; a difference inside this
+    interval shows nothing.
     """
     alt = _altair()
     drawn = [arm for arm in arms if any(row["arm"] == arm for row in rows)]

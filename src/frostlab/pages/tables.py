@@ -15,8 +15,8 @@ from frostlab.pages.content import Cell, Document, Figure, Table
 from frostlab.text import NONE
 
 _LONG = 45  # characters from which a column of text is broken into lines
-_WIDTH = 0.3  # of such a column, as a share of the line
-_SPECIAL = {  # character → command whose font every LaTeX has; that of \$, e.g., may be missing
+_WIDTH = 0.3  # width of such a column, as a share of the line
+_SPECIAL = {  # character → command; all use fonts that every LaTeX has, unlike \$
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"$\mathdollar$", "&": r"\&",
     "#": r"\#", "%": r"\%", "_": r"\_", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}",
     "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"{\char34}",
@@ -46,7 +46,7 @@ _ACCENTS = {
 }  # fmt: skip
 _LIGATURE = re.compile(r"([-',])(?=\1)")  # such as --, which would become a dash
 _SIGN = re.compile(r"(?<![\w.)\]])[-−](?=[\d.∞])")  # minus sign of a number, not a hyphen
-_POWER = re.compile(r"(?<=\d)e([+-]?)0*(\d+)\b")  # 5.2e-06
+_POWER = re.compile(r"(?<=\d)e([+-]?)0*(\d+)\b")  # the exponent in 5.2e-06
 
 
 def table_files(document: Document) -> dict[str, bytes]:

@@ -91,7 +91,7 @@ def _table(records: Records, plan: Plan, runs: list[Summary]) -> Table | None:
         status = Cell(run.status, alarm=run.status in _ENDED_BADLY)
         rows.append((plain(run.name), status, *numbers, plain(run.error) if run.error else ""))
     begun = {run.name for run in runs}
-    # the names of tuned runs hold their settings, and a plan of existing runs has nothing to begin
+    # not listed: tuned runs, whose names hold their settings, and existing runs, which have begun
     if not plan.tune and not plan.runs:
         planned = [f"{arm.name}-s{seed}" for arm in plan.arms for seed in plan.seeds]
         rows += [(name, "not begun", *[NONE] * 4, "") for name in planned if name not in begun]

@@ -43,7 +43,7 @@ def report(folder: str | Path, language: str = "en") -> Path:
 
     Args:
         folder: folder of a run, a comparison, a group, or several comparisons. In a folder of
-            several, every comparison also gets its own report, unless that is up to date.
+            several, every comparison and group also gets a report, unless that is up to date.
         language: en, zh or ja: language of verdicts, headings and captions, where they are
             translated; most texts of tables and all texts in charts are English.
     """
@@ -72,7 +72,10 @@ def _report(folder: Path, language: str, drawer: Drawer) -> Path:
 
 
 def is_current(folder: Path, language: str = "en") -> bool:
-    """Return whether a folder has a report in this language, made from its present records."""
+    """Return whether a folder has a report in this language that is up to date.
+
+    This version of frostlab has made it from the present records, and all its files are there.
+    """
     listing = _listing(folder)
     _, sources = _kind(folder)
     return (

@@ -56,7 +56,8 @@ class FrozenWeights:
 
     folder: str  # name of the folder
     sha256: str  # of the folder's checksums.json
-    partly: dict[str, PartlyFrozen]  # tensors whose trainable rows are in the checkpoint
+    # tensor → its frozen rows, which are in the folder; its other rows are in the checkpoint
+    partly: dict[str, PartlyFrozen]
 
 
 @dataclass(frozen=True)
@@ -252,8 +253,8 @@ def save_frozen(
 def keep_only(folder: Path, newest: int, best: int | None, stage: int = 0) -> None:
     """Remove all checkpoints but the newest, the one before it, and the best at the time of each.
 
-    A checkpoint that is kept only for its best weights loses its optimizer state. Frozen weights
-    are removed with the last checkpoint that names them.
+    `newest` and `best` are steps in `stage`. A checkpoint that is kept only for its best weights
+    loses its optimizer state. Frozen weights are removed with the last checkpoint that names them.
     """
     checkpoints = checkpoints_in(folder)
     older = [c for c in checkpoints if c.place < (newest, stage)]

@@ -52,7 +52,8 @@ def old_runs(
 
     Args:
         root: the folder of runs.
-        older: seconds since the end of a run, or since the last event of an unfinished run.
+        older: the age in seconds above which a run is old; its age counts from its end or, if it
+            is unfinished, from its last event.
         keep: `tagged` keeps runs with any tag; otherwise, a list of tags, separated by commas,
             keeps runs with one of them.
         comparisons: folders in which to look for comparisons that refer to runs.

@@ -13,7 +13,7 @@ from frostlab.records.index import Summary, read_run
 from frostlab.records.schema import StepEvent
 from frostlab.text import columns, number, plain, typed, wrapped
 
-_CONDITIONS = ("device", "precision", "processes", "threads")  # of the start event
+_CONDITIONS = ("device", "precision", "processes", "threads")  # keys of the start event
 Values = dict[str, tuple[Any, Any]]  # name → the value in the first and in the second run
 
 
@@ -162,7 +162,7 @@ def _metrics(run: Summary) -> dict[str, Any]:
 
 
 def _losses(records: tuple[RunRecord, RunRecord]) -> Losses:
-    """Find the first step at which the losses differ, and the first digest of other examples."""
+    """Find the first step with different losses, and the first by which the examples differ."""
     left, right = (_steps(record) for record in records)
     steps = sorted(left[0].keys() & right[0].keys())
     first = next((step for step in steps if left[0][step] != right[0][step]), None)

@@ -228,10 +228,10 @@ def effective(events: Iterable[Event]) -> list[Event]:
     Starts, resumes and notes stay; the end and the report of the earlier attempt are dropped.
     """
     valid: list[Event] = []
-    kept_from = [-_INFINITE]  # after each event: the least resume that keeps all events so far
+    kept_from = [-_INFINITE]  # after each event: the least step of a resume that keeps all so far
     for event in events:
         added: list[Event] = [event]
-        if isinstance(event, ResumeEvent):  # events before `first` need not be looked at again
+        if isinstance(event, ResumeEvent):  # all events before `first` stay
             first = bisect_right(kept_from, event.step) - 1
             added[:0] = [e for e in valid[first:] if _least_resume(e) <= event.step]
             del valid[first:], kept_from[first + 1 :]
@@ -488,7 +488,7 @@ def read_environment(folder: Path, name: str = "environment.json") -> dict[str, 
 
 SCORES = "scores.json"
 SPLITS = {  # the reported splits of EEG recordings
-    "report": "held-out EEG of subjects trained on",
+    "report": "held-out EEG of training subjects",
     "unseen": "subjects not trained on",
 }
 REPORTED = tuple(SPLITS)

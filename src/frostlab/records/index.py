@@ -71,7 +71,7 @@ class Summary:
     caution: str | None = None  # a warning about the reported numbers
     total_seconds: float | None = None
     step_ms: float | None = None  # median time of a step
-    runs_at_once: int | None = None  # most runs that could share the device; of an ended run
+    runs_at_once: int | None = None  # most runs that could share the device; None until it ends
     error: str | None = None  # why the run did not finish, or why it cannot be read
     tags: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # by users, oldest first; or why annotations.json cannot be read

@@ -3,9 +3,9 @@
 A manifest is a JSON object of checksums by file name, like the file that `storage.seal` writes. An
 inner folder with a manifest or checksums of its own, such as a run of a comparison or a checkpoint
 of a run, is represented only by that manifest or checksum file. A run that has diverged counts as
-finished here. Locks, notes, tags and files that other commands add later, such as reports, are not
-listed. A comparison of runs that had ended before lists the manifests of these runs, by paths that
-begin with `..`.
+finished here. Locks, notes, tags, the queue's files, and files that other commands add later, such
+as reports, are not listed. A comparison of runs that had ended before lists the manifests of these
+runs, by paths that begin with `..`.
 """
 
 import json
@@ -19,13 +19,14 @@ from frostlab.errors import BadInput
 from frostlab.storage import SEAL, checksums, damaged_file, is_plain, read_json, write_whole
 
 MANIFEST = "manifest.json"
+QUEUE = "queue"  # a comparison's folder for the output of its runs and Slurm's files
 _LOCKS = ("run.lock", "compare.lock")
 _CHANGING = (".index.json", "annotations.json")  # a listing's index; users' notes and tags
-# Added to a finished run by the commands exits, diagnose and envelopes; to a run, a comparison or
-# a group by the command report.
+# `frostlab exits`, `diagnose` and `envelopes` add the first four to a finished run; `report` adds
+# the others to a run, a comparison or a group. The queue's files may change after the last run.
 _ADDED = (
     "exits.json", "targets.json", "flow", "envelopes",
-    "report.html", "report.md", "report.json", "means.json", "figures", "tables",
+    "report.html", "report.md", "report.json", "means.json", "figures", "tables", QUEUE,
 )  # fmt: skip
 _RECORDS = ("events.jsonl", "plan.json")  # one of them is in each run or comparison
 
@@ -95,7 +96,7 @@ def is_as_listed(folder: Path, name: str) -> bool:
     """
     try:
         expected = _read(folder).get(name)
-    except (FileNotFoundError, BadInput):  # not finished; a damaged manifest is `verify`'s to find
+    except (FileNotFoundError, BadInput):  # not finished, or damaged, which `verify` reports
         return True
     return expected is None or checksums(folder, [name])[name] == expected
 

@@ -240,7 +240,7 @@ def select(runs: Sequence[Summary], where: str = "", sort: str = "") -> list[Sum
     for condition in conditions(where):
         condition.check(runs)
         chosen = [run for run in chosen if condition.matches(run)]
-    for text in reversed(listed(sort)):  # the sort is stable, so the first key comes last
+    for text in reversed(listed(sort)):  # the sort is stable, so sort by the first key last
         key = text.removeprefix("-")
         check_key(key, runs, f"--sort {text}")
         chosen = _sorted(chosen, partial(value_of, key=key), text.startswith("-"))

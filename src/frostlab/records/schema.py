@@ -63,7 +63,7 @@ class Target:
 
     step: int  # optimizer steps done
     epoch: float  # epochs done
-    seconds: float  # s of `clocks.total_seconds` until that evaluation
+    seconds: float  # s of `clocks.total_seconds` until the evaluation that reached it
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class WallClock:
-    """Wall-clock time of the process that ended the run; the other keys add up to `total`."""
+    """How the run's last process spent its time; the other keys add up to `total`."""
 
     total: float  # s from the start of the program, or of `fl.run`, to the end of the run
     starting: float  # s before the run: Python, imports and the recipe; 0 for `fl.run`
@@ -100,7 +100,7 @@ class Clocks:
     """The time that a run spent on each activity."""
 
     total_seconds: float  # s of training, evaluations and checkpoints, without set-up and report
-    train_seconds: float  # s of the total without validation, checkpoints, histograms and data
+    train_seconds: float  # s of the total less validation, checkpoints, histograms and data waits
     validation_seconds: float  # s of evaluations that select the best weights
     evaluation_seconds: list[float]  # s of each of these evaluations
     data_seconds: float  # s of preparing batches on the host and building the prefix cache
@@ -115,7 +115,7 @@ class Clocks:
     examples_per_second: float | None  # examples per second of `train_seconds`
     padding_share: float | None  # padding as a share of the model's input, 0 to 1
     packing_efficiency: float | None  # 1 - padding_share; null if nothing was packed
-    wall: WallClock | None = None  # where the time of the last process went; null in old records
+    wall: WallClock | None = None  # how the last process spent its time; null in old records
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class Result:
     device_memory_peak: int | None  # bytes, peak CUDA memory of this run alone; null without CUDA
     weights_digest: str | None  # digest of the reported weights; null if unfinished
     order_digest: str  # digest of the examples of all steps, in order
-    scores: dict[str, dict[str, Scores]] | None = None  # EEG: by split and decoder
+    scores: dict[str, dict[str, Scores]] | None = None  # EEG: split → decoder → scores
     runs_at_once: int = 1  # most runs that could share the device; above 1, times prove nothing
 
 
@@ -256,7 +256,7 @@ class Digests:
     source: str | None  # digest of the files of pretrained weights; null if weights are drawn
     revision: str | None  # the hub's commit of these files; null if they are not from the hub
     weights: dict[str, str]  # part (a tensor, or its rows of one role) → digest
-    touched: list[str]  # keys of the parts that the treatment changed or added
+    touched: list[str]  # the keys of `weights` that the treatment changed or added
     frozen: dict[str, str]  # part or buffer that is frozen in the first stage → digest
 
 
@@ -327,7 +327,7 @@ class _Conditions:
     precision: str  # float32 or bfloat16
     processes: int  # number of processes that share a batch
     threads: int  # number of CPU threads of torch
-    runs_at_once: int = field(default=1, kw_only=True)  # the most that could share the device
+    runs_at_once: int = field(default=1, kw_only=True)  # most runs that could share the device
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ class StartEvent(_Conditions, Event):
     model: str  # `model.kind` of the recipe
     origin: dict[str, str]  # split → its source, and the examples that were held out or dropped
     caution: str | None  # a warning about the reported numbers
-    known: dict[str, float | None]  # reference values, such as chance, or a bound on r
+    known: dict[str, float | None]  # name → reference value, such as chance, or a bound on r
 
 
 @dataclass(frozen=True)
@@ -376,7 +376,7 @@ class StageEvent(Event):
     train: list[str] | None  # selections of trainable parts; null: all that are not frozen
     freeze: list[str]  # selections that the treatment freezes
     changed: list[str]  # existing tensors whose values changed when layers were added
-    added: list[str]  # prefixes of the layers that the stage adds
+    added: list[str]  # paths of the layers that the stage adds, such as blocks.6
     trainable: int  # number of trainable parameters
     total: int  # number of parameters of the model
     lr: float | dict[str, float]  # learning rate, or selection → learning rate
@@ -519,7 +519,8 @@ class FlowEvent(Event):
     """One measured step.
 
     Norms, distances and cosines have one number per trainable part, in the order of `parts` in the
-    latest flow_parts event. Front is the first two layers, back the last two, output the head.
+    latest flow_parts event. Front is the first two layers, back the last two, output the head. The
+    entropy of a head is a share of the entropy of uniform attention.
     """
 
     kind = "flow"
@@ -538,7 +539,7 @@ class FlowEvent(Event):
     broken: list[int] = field(default_factory=list)  # indices of parts with NaN or infinity
     dead: dict[str, float | None] = field(default_factory=dict)  # module → share of dead units
     saturated: dict[str, float | None] = field(default_factory=dict)  # module → saturated share
-    entropy: dict[str, list[float | None]] = field(default_factory=dict)  # attention → per head
+    entropy: dict[str, list[float | None]] = field(default_factory=dict)  # attention → each head's
 
 
 @dataclass(frozen=True)

@@ -369,7 +369,7 @@ def _clocks(run: _Run) -> list[str]:
 
 
 def _wall_clock(run: _Run) -> list[str]:
-    """Return where the time of the process that ended the run went, with shares of the total."""
+    """Return how the run's last process spent its time; a resumed run has several."""
     wall = run.result.clocks.wall if run.result else None
     if wall is None:
         return []
@@ -382,7 +382,7 @@ def _wall_clock(run: _Run) -> list[str]:
 
 
 def _is_eeg(run: _Run) -> bool:
-    """Return whether the run's examples are windows of EEG, by its record of the data or recipe."""
+    """Return whether the run's data are EEG, according to data.json or, without it, the recipe."""
     if run.data is not None:
         return run.data.task == "envelope"
     data = (run.recipe or {}).get("data")

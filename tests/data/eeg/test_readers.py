@@ -198,7 +198,7 @@ def test_where_a_folder_is_looked_for(
     with pytest.raises(BadInput, match="there is no folder .*/file$"):
         load_recordings(challenge(tmp_path / "file"), cache=tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(BadInput, match="empty has no file …_-_SUBJECT_-_STIMULUS_-_eeg.npy"):
+    with pytest.raises(BadInput, match="empty has no file …SUBJECT_-_STIMULUS_-_eeg.npy"):
         load_recordings(challenge(tmp_path / "empty"), cache=tmp_path)
 
 

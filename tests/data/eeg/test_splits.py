@@ -81,7 +81,7 @@ def test_speech_heard_in_training_by_others_is_told() -> None:
         (headings(1, 5), HoldOut(held_out=6), "data.held_out 6, but s1 has 5 recordings"),
         (headings(2, 3), HoldOut(unseen=("s5",)), "data.unseen s5 is not a subject of here"),
         (headings(2, 3), HoldOut(seen=("s1",), unseen=("s1",)), "s1 is both in data.seen and in"),
-        (headings(2, 3), HoldOut(unseen=("s1", "s2")), "leaves no subject of here to train on"),
+        (headings(2, 3), HoldOut(unseen=("s1", "s2")), "leaves none of the 2 subjects of here"),
         (headings(1, 3) * 2, HoldOut(), "2 recordings are called x_s1_1"),
         (told(), HoldOut(tune=1), "data.tune 1 is given, but here has train, val and test files"),
         (told()[:-6], HoldOut(), "here has no file named test_-_"),

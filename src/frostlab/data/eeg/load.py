@@ -101,7 +101,7 @@ def load_recordings(
 def recorded_like(data: EEGData, path: str) -> RecordedEEG:
     """Return settings that read the recordings at `path` as a recipe reads its own recordings.
 
-    For simulated EEG, they read the Auditory EEG Challenge's .npy files.
+    If the recipe simulates its EEG, `path` has to hold .npy files as in the Auditory EEG Challenge.
     """
     if isinstance(data, RecordedEEG):
         return data.model_copy(update={"path": path})

@@ -11,7 +11,7 @@ from frostlab.errors import BadInput
 Array = NDArray[np.float64]
 Band = tuple[float, float]
 CHANNELS = 4096  # the most channels of a recording; EEG has up to 512
-_ORDER = 3  # scipy's order of the Butterworth filter, which is applied once in each direction
+_ORDER = 3  # N of scipy's `butter`; the filter is applied once in each direction
 
 
 def preprocess(
@@ -87,7 +87,7 @@ def check_reference(name: str, eeg: Array, reference: Array | None) -> None:
     if not len(reference) == len(eeg) == finite:
         raise BadInput(
             f"{name}: the EEG has {len(eeg)} samples and the reference {len(reference)}, "
-            f"{finite} of them finite; each sample of the EEG needs a finite one of the reference"
+            f"{finite} of them finite; the reference needs as many as the EEG, all finite"
         )
 
 

@@ -30,10 +30,11 @@ from frostlab.storage import open_regular
 
 MATLAB_RATE = 128.0  # Hz; the files do not store the rate
 ENDINGS = (".fif", ".edf", ".bdf", ".set", ".vhdr")  # of files that are read with MNE
-_ROLES = {prefix: role for role, prefix in PREFIXES.items()}  # role by prefix of a file's name
+_ROLES = {prefix: role for role, prefix in PREFIXES.items()}  # prefix of a file's name → role
 _SEPARATOR = "_-_"  # between the parts of a file's name
 _TRIAL = re.compile(r"([12])_(\d+)\.mat")  # BLOCK_TRIAL.mat
-# By block: file of the attended speaker, file of the ignored speaker, order of the ignored stories.
+# block → file of the attended speaker, file of the ignored speaker, and the variable that lists the
+# ignored speaker's story in each trial
 _BLOCKS = {1: ("F_env", "M_env", "blk1_M_Order"), 2: ("M_env", "F_env", "blk2_F_Order")}
 _SUBJECT = "sub-001"  # of the trials that are in no sub-folder
 _SHARED = ("F_env", "M_env", "competing_speaker_order")  # .mat files for the trials of all subjects
@@ -45,7 +46,7 @@ class Source:
 
     heading: Heading
     files: tuple[Path, ...]
-    read: Callable[[], tuple[Recording, tuple[str, ...]]]  # with the channel names
+    read: Callable[[], tuple[Recording, tuple[str, ...]]]  # returns it, and its channel names
 
 
 def find_folder(path: str, data_dir: Path | None) -> Path:
@@ -83,7 +84,7 @@ def pair_files(folder: Path, endings: Iterable[str]) -> list[tuple[list[str], Pa
             raise BadInput(f"{path} has no partner {partner.name}")
         pairs.append((stem.split(_SEPARATOR), path, partner))
     if not pairs:
-        form = f"…{_SEPARATOR}SUBJECT{_SEPARATOR}STIMULUS{eeg_endings[0]}"
+        form = f"…SUBJECT{_SEPARATOR}STIMULUS{eeg_endings[0]}"
         raise BadInput(f"{folder} has no file {form}")
     return pairs
 
@@ -350,7 +351,7 @@ def from_mne(
 
 
 def eeg_channels(raw: Any, reference: str | tuple[str, ...] = "none") -> tuple[str, ...]:
-    """Return the names of a Raw's EEG channels that are not in `reference`, even if marked bad."""
+    """Return the names of a Raw's EEG channels, bad ones too, without those in `reference`."""
     picked = raw.copy().pick("eeg", exclude=()).ch_names
     return tuple(name for name in picked if name not in _reference_channels(reference))
 

@@ -36,7 +36,10 @@ BLINKS = 0.25  # mean number per second
 _BLINK = 0.08  # s, standard deviation of the Gaussian shape of a blink
 _BLINK_SPREAD = 0.2  # standard deviation of a blink's height; the mean is 1
 _HEAD, _RECORDING = 0, 1  # parts of seeds, so that subjects and recordings have different seeds
-BOUND = "with nonlinear responses best_r is an upper bound (by rate-distortion theory)"
+BOUND = (
+    "with nonlinear responses, best_r is an upper bound from rate-distortion theory, which perhaps "
+    "no decoder can reach"
+)
 
 # BioSemi's 64-channel cap: inclination from the top and azimuth from the right ear, in degrees.
 _CAP = """
@@ -94,7 +97,7 @@ def write_simulated(data: SimulatedEEG, folder: Path) -> None:
             reference_scores[f"best_linear_r{suffix}"] = mean_r(best.linear for best in bests)
     about = f"simulated, {data.responses} responses, {data.snr:g} dB, seed {data.seed}"
     origin = {
-        role: f"{about}; {counted(roles.count(role), 'recordings')} of each subject trained on"
+        role: f"{about}; {counted(roles.count(role), 'recordings')} of each training subject"
         for role in roles
     }
     if data.unseen:
@@ -115,8 +118,8 @@ def simulate(
     eeg: Array = signal.oaconvolve(driven[:, None], head.response, "valid", axes=0)
     eeg += head.blinks * draw_blinks(samples, rate, random)[:, None]
     for kind, pattern in (("background", head.background), ("alpha", head.alpha)):
-        # One signal per eigenvector of the channel covariance has the same distribution as one
-        # signal per dipole, and there are never more of them.
+        # Noise from one signal per eigenvector of the channel covariance has the same distribution
+        # as noise from one signal per dipole, and never needs more signals.
         values, vectors = np.linalg.eigh(pattern @ pattern.T)
         largest = np.abs(vectors).argmax(0)  # made positive below: eigh may return either sign
         vectors = vectors * np.sign(vectors[largest, np.arange(len(values))])

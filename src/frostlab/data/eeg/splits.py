@@ -90,7 +90,7 @@ def _subjects(
     seen = tuple(name for name in rule.seen or subjects if name not in unseen)
     if not seen:
         raise BadInput(
-            f"data.unseen leaves no subject of {place} to train on; it has {len(subjects)}"
+            f"data.unseen leaves none of the {len(subjects)} subjects of {place} to train on"
         )
     return tuple(sorted(seen)), unseen
 

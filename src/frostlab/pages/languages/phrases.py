@@ -1,8 +1,8 @@
 """The words of verdicts and the fixed texts of a comparison's page in Chinese and Japanese.
 
-In a text, `{name}` stands for anything, and `{sign}` for one character. It is kept as it is, but
-`{reason}` is translated, too. A text without a translation is looked up sentence by sentence, and
-then clause by clause.
+In a text, a word in braces, such as `{name}`, stands for any words, and `{sign}` for one character.
+These are kept as they are, but the words of `{reason}` are translated, too. A text without a
+translation is looked up sentence by sentence, and then clause by clause.
 """
 
 import re

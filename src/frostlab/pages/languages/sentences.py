@@ -236,7 +236,7 @@ def _costs(
 
 
 def _filled(template: str, **values: Pieces) -> Pieces:
-    """Return the pieces of a template, in which `{name}` stands for values."""
+    """Return the pieces of a template, with the pieces of each value in place of its `{name}`."""
     pieces: Pieces = []
     for number, text in enumerate(re.split(r"\{(\w+)\}", template)):
         pieces += values[text] if number % 2 else [text] if text else []

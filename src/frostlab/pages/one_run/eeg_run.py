@@ -85,10 +85,10 @@ def _subjects(folder: Path, records: Records) -> list[Block]:
 
 
 def of_arms(folder: Path, runs: Mapping[str, str]) -> list[Figure]:
-    """Draw r by subject and decoded envelopes, of one run of each arm, and the electrodes it reads.
+    """Draw r by subject, decoded envelopes and electrodes, for one run of each arm.
 
-    `runs` are the runs' folders by arm, relative to the comparison's folder. A run whose files
-    cannot be read is left out. Envelopes and electrodes are drawn of the first four arms.
+    `runs` maps each arm to its run's folder, relative to the comparison's folder. A run whose files
+    cannot be read is left out. Envelopes and electrodes are drawn for the first four arms only.
     """
     scores, envelopes, maps = {}, {}, []
     for arm, run in runs.items():

@@ -80,7 +80,7 @@ class OneRun:
 
     @cached_property
     def evaluations(self) -> list[EvaluationEvent]:
-        """The evaluations on the selecting split, in order."""
+        """The evaluations on the split that selects the weights, in order."""
         return [
             event for event in self.events
             if isinstance(event, EvaluationEvent) and event.checkpoint is None

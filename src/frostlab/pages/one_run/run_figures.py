@@ -1,4 +1,4 @@
-"""The charts of one run's report: functions of rows that return a chart without a theme."""
+"""The charts of one run's report: functions that take rows and return a chart without a theme."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from frostlab.charts import GREY, PALETTE, require_drawing
 
 Rows = Sequence[dict[str, Any]]
 _WIDTH = 640  # pixels of a plot
-_SPAN = 10  # a quantity whose largest value is this many times its smallest has a log scale
+_SPAN = 10  # if max / min of a quantity is at least this, its axis is logarithmic
 
 
 def _altair() -> Any:
@@ -16,7 +16,7 @@ def _altair() -> Any:
 
 
 def is_wide(values: Sequence[float]) -> bool:
-    """Return whether positive values span so much that a logarithmic scale fits them."""
+    """Return whether the values are positive and the largest is at least 10 times the smallest."""
     return bool(values) and min(values) > 0 and max(values) / min(values) >= _SPAN
 
 
@@ -37,7 +37,7 @@ def _steps(last: int) -> Any:
 
 
 def _boundaries(stages: Rows, last: int, named: bool) -> list[Any]:
-    """Return the layers that mark where the later stages begin."""
+    """Return chart layers that mark the steps at which the stages after the first begin."""
     alt = _altair()
     if not stages:
         return []
@@ -129,7 +129,7 @@ def by_step(points: Rows, stages: Rows, title: str, zero: bool = False) -> Any:
 
 
 def times(parts: Rows) -> Any:
-    """Draw where the time went as bars; parts have part, seconds and text, in order."""
+    """Draw a bar for each part of the time, in this order; parts have part, seconds and text."""
     alt = _altair()
     order = [row["part"] for row in parts]
     base = alt.Chart(alt.Data(values=list(parts))).encode(
@@ -217,7 +217,10 @@ def class_counts(rows: Rows) -> Any:
 
 
 def confusion(rows: Rows) -> Any:
-    """Draw how often each class was predicted; rows have label, predicted, share and text."""
+    """Draw which classes were predicted for the examples of each class, as shares of the class.
+
+    Rows have label, predicted, share and text.
+    """
     alt = _altair()
     classes = list(dict.fromkeys(row["label"] for row in rows))
     base = alt.Chart(alt.Data(values=list(rows))).encode(

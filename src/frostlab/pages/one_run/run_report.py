@@ -29,7 +29,8 @@ from frostlab.records.schema import StepEvent
 from frostlab.text import NONE, plain, short
 
 _SHARES = ("accuracy", "token_accuracy")  # metrics that are shown in percent
-_CORRELATIONS = ("pearson", "ridge", "chance", "segment", "challenge")  # in names of metrics
+# a metric with one of these words in its name is a correlation
+_CORRELATIONS = ("pearson", "ridge", "chance", "segment", "challenge")
 _ENDS = {
     "failed": "The run failed", "diverged": "The run diverged", "stopped": "The run was stopped",
     "running": "The run is still going on", "interrupted": "The run was interrupted",
@@ -331,7 +332,7 @@ def _stages_figure(run: OneRun, stages: list[dict[str, Any]]) -> Figure:
 
 
 def _layers_figure(run: OneRun, stages: list[dict[str, Any]]) -> Figure | None:
-    """Draw a metric by layer, of stages with deep supervision and of `frostlab exits`."""
+    """Draw a metric by layer: of the stages' layers with a loss, and from `frostlab exits`."""
     name = "perplexity" if run.metric == "perplexity" else "loss"
     points, files = [], [RESULT]
     for number, stage in enumerate(stages, 1):

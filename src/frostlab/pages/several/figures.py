@@ -26,7 +26,7 @@ class Several:
 
     folder: Path
     members: tuple[Member, ...]
-    groups: dict[str, GroupSummary]  # summaries by the group's path from the reported folder
+    groups: dict[str, GroupSummary]  # a group's path in the reported folder → its summary
     problems: tuple[str, ...]
     records: Records
     language: str = "en"

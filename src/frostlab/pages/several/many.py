@@ -140,7 +140,7 @@ def _names(members: Sequence[Member]) -> str:
 
 
 def _verdicts(several: Several) -> list[Block]:
-    """Return a table of comparisons × arms; if it would be mostly empty, one row per effect."""
+    """Return a table of comparisons × arms; if it is too wide or empty, with one row per effect."""
     effects = sum(len(evidence.verdicts) for _, evidence in several.finished)
     dense = is_dense(effects, len(several.finished), len(several.arms))
     rows: list[Row] = []
