@@ -114,8 +114,11 @@ def test_inspect_runs_the_code_of_a_model_that_the_user_trusts(
 ) -> None:
     words = ("inspect", str(with_code), "--trust-remote-code", "--json")
     done = command(*words, HF_HOME=str(tmp_path / "home"))
-    assert marker.exists(), done.stderr
-    assert done.stderr.startswith("frostlab: MyModel: frostlab does not know"), "it was built"
+    assert (done.returncode, done.stderr, marker.exists()) == (0, "", True)
+    shown = json.loads(done.stdout)
+    queries = [part for part in shown["parts"] if part["role"] == "query"]
+    assert (shown["model"], shown["evidence"]["method"]) == ("MyModel", "probe")
+    assert sum(part["parameters"] for part in queries) == 2 * (16 * 16 + 16)
 
 
 @pytest.mark.slow
