@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import peft
 import pytest
@@ -379,6 +379,41 @@ def test_merged_is_the_same_function(make: Callable[[], Any], tmp_path: Path) ->
     again = type(model).from_pretrained(tmp_path / "model", dtype=torch.float64)
     torch.testing.assert_close(logits(again), apart, rtol=1e-10, atol=1e-10)
     fl.merge_adapters(model)  # nothing is left to merge
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("padded", [False, True])
+def test_adapters_in_torchs_encoder_act_in_eval_mode(padded: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).double()
+    inputs = torch.randn(3, 5, 16, dtype=torch.float64)
+    mask = torch.arange(5) >= torch.tensor([[5], [3], [4]]) if padded else None
+
+    def outputs() -> Tensor:
+        rows = model(inputs, src_key_padding_mask=mask)
+        return cast(Tensor, rows if mask is None else rows[~mask])
+
+    model.eval()
+    with torch.no_grad():
+        before = outputs()
+    fl.add_lora(model, "up", "down", r=2)
+    torch.testing.assert_close(outputs(), before)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    model.train()
+    in_training = outputs().detach()
+    model.eval()
+    torch.testing.assert_close(outputs().detach(), in_training)
+    with torch.no_grad():
+        torch.testing.assert_close(outputs(), in_training)
+    assert not torch.allclose(in_training, before)
+    fl.merge_adapters(model)
+    assert model.use_nested_tensor
+    assert model.layers[0].activation_relu_or_gelu == 1
+    with torch.no_grad():
+        torch.testing.assert_close(outputs(), in_training)
 
 
 def test_roles_of_a_fused_projection_learn_as_if_they_were_apart() -> None:

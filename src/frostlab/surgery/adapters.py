@@ -28,7 +28,7 @@ from frostlab.roles.parts import Multiplies, Part, Rows, Slot, Split, gathered
 from frostlab.roles.read import survey
 from frostlab.roles.snapshot import Anatomy
 from frostlab.storage import derive_seed
-from frostlab.surgery.freeze import freeze, refuse_untouchable, refuse_wrapped
+from frostlab.surgery.freeze import avoid_fast_path, freeze, refuse_untouchable, refuse_wrapped
 from frostlab.surgery.split import sharded_like
 from frostlab.surgery.stale import record_change, retire
 
@@ -100,6 +100,7 @@ def merge_adapters(model: nn.Module) -> None:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, base)
     del model.peft_config
+    avoid_fast_path(model)
     record_change(model)
 
 
@@ -128,6 +129,7 @@ def adapt(
         if target.is_partial:
             layer: Any = model.get_submodule(path)
             layer.lora_B[_ADAPTER] = RoleRows(target.rows, layer.lora_B[_ADAPTER].weight)
+    avoid_fast_path(model)
     structure, slots = survey(model)
     if {s.adapts for s in slots.values() if s.adapts is not None} != targets.keys():
         raise FrostlabError(f"{where}: PEFT adapted other modules than the selected ones")

@@ -213,7 +213,7 @@ def _resplit(model: nn.Module, frozen_rows: dict[str, Rows], slots: dict[str, Sl
         _replace(model, owner, module)
         changed = True
     if changed:
-        _disable_nested_tensors(model)
+        avoid_fast_path(model)
     return changed
 
 
@@ -265,22 +265,40 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
                 parent._modules[name] = new
 
 
-def _disable_nested_tensors(model: nn.Module) -> None:
-    """Turn off nested tensors in each nn.TransformerEncoder with a split attention.
+def avoid_fast_path(model: nn.Module) -> None:
+    """Make torch call the modules of each nn.TransformerEncoder that surgery has changed.
 
-    With nested tensors, torch reads the fused weight, which a split attention does not have. The
-    former setting is restored when no attention of the encoder is split.
+    In eval mode torch otherwise passes the weights of a whole layer to one operation, on nested
+    tensors if a batch is padded. That operation knows no adapters and needs the fused weight that a
+    split attention does not have. The former settings are restored once no such change is left.
     """
-    for encoder in model.modules():
-        if not isinstance(encoder, nn.TransformerEncoder):
-            continue
-        split = any(isinstance(m, SplitMultiheadAttention) for m in encoder.modules())
-        if split and not hasattr(encoder, "_frostlab_nested"):
-            encoder._frostlab_nested = encoder.use_nested_tensor  # type: ignore[assignment]
-            encoder.use_nested_tensor = False
-        elif not split and hasattr(encoder, "_frostlab_nested"):
-            encoder.use_nested_tensor = encoder._frostlab_nested  # type: ignore[assignment]
-            del encoder._frostlab_nested
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            _switch_off(module, "activation_relu_or_gelu", _is_adapted(module))
+        elif isinstance(module, nn.TransformerEncoder):
+            changed = any(
+                isinstance(child, SplitMultiheadAttention) or _is_adapted(child)
+                for child in module.modules()
+            )
+            _switch_off(module, "use_nested_tensor", changed)
+
+
+def _is_adapted(layer: nn.Module) -> bool:
+    """Return whether a layer of torch's encoder calls PEFT's modules in its MLP."""
+    return isinstance(layer, nn.TransformerEncoderLayer) and not (
+        isinstance(layer.linear1, nn.Linear) and isinstance(layer.linear2, nn.Linear)
+    )
+
+
+def _switch_off(module: nn.Module, setting: str, off: bool) -> None:
+    """Set an attribute of torch's module to False, or to its former value."""
+    former = f"_frostlab_{setting}"
+    if off and not hasattr(module, former):
+        setattr(module, former, getattr(module, setting))
+        setattr(module, setting, False)
+    elif not off and hasattr(module, former):
+        setattr(module, setting, getattr(module, former))
+        delattr(module, former)
 
 
 def _use_running_statistics(module: nn.Module, args: object) -> None:
