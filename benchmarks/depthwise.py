@@ -30,9 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common import device_name, report, timed
-from frostlab.models import depthwise, depthwise_kernels
 from frostlab.models.conformer import Conformer, ConvolutionBlock
-from frostlab.models.depthwise import Depthwise
+from frostlab.models.fused import depthwise, depthwise_kernels
+from frostlab.models.fused.depthwise import Depthwise
 from frostlab.recipe.settings import Optim, StepKind, Train
 from frostlab.training.distributed import Compute
 from frostlab.training.step import build_step

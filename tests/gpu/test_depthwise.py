@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frostlab.models import depthwise as module
 from frostlab.models.conformer import ConformerConfig, Convolution
-from frostlab.models.depthwise import Depthwise, has_kernel
+from frostlab.models.fused import depthwise as module
+from frostlab.models.fused.depthwise import Depthwise, has_kernel
 from frostlab.training.step.compiled import joining_backend
 
 pytestmark = [

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from frostlab.models import depthwise as module
-from frostlab.models.depthwise import Depthwise, depthwise, depthwise_sums, has_kernel
+from frostlab.models.fused import depthwise as module
+from frostlab.models.fused.depthwise import Depthwise, depthwise, depthwise_sums, has_kernel
 
-KERNELS = "frostlab.models.depthwise_kernels"
+KERNELS = "frostlab.models.fused.depthwise_kernels"
 HALF = torch.bfloat16
 
 

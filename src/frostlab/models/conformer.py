@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from frostlab.errors import BadInput
 from frostlab.models.attention import attend
-from frostlab.models.depthwise import Depthwise
+from frostlab.models.fused.depthwise import Depthwise
 from frostlab.recipe.model import LONGEST
 
 Residual = Literal["none", "plain", "gated"]

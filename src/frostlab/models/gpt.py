@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frostlab.models.attention import KeyValueCache, Packing, QKNorm, attend
+from frostlab.models.fused.gelu import gelu_of
+from frostlab.models.fused.residual_norm import add_and_norm, keep_and_norm
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,11 @@ class GPTBlock(nn.Module):
         packing: Packing | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        x = x + self.drop(self.attend(self.norm1(x), mask, packing, cache))
-        hidden = F.gelu(self.up(self.norm2(x)), approximate="tanh")
-        return x + self.drop(self.down(hidden))
+        x, normed = keep_and_norm(x, self.norm1)
+        mixed = self.attend(normed, mask, packing, cache)
+        dropout = self.dropout if self.training else 0.0
+        x, normed = add_and_norm(x, self.out, mixed, self.norm2, dropout)
+        return x + F.dropout(self.down(gelu_of(self.up, normed, "tanh")), dropout)
 
     def attend(
         self,
@@ -79,10 +83,7 @@ class GPTBlock(nn.Module):
         mixed = attend(
             query, key, value, mask=mask, packing=packing, causal=self.causal, dropout=dropout
         )
-        return self.out(mixed.flatten(2))  # (B, T, width)
-
-    def drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
+        return mixed.flatten(2)  # (B, T, width)
 
 
 class GPT(nn.Module):

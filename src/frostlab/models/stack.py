@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from frostlab.models.attention import Packing, attend
 from frostlab.models.decoder import Decoder
+from frostlab.models.fused.residual_norm import keep_and_norm
 from frostlab.models.gpt import GPT
 
 _NAME = "frostlab"  # name of our attention in transformers' registry
@@ -97,9 +98,9 @@ class GPTStack(Stack):
         return {"mask": None, "packing": packing}
 
     def read(self, x: Tensor, ids: Tensor, packing: Packing | None) -> Tensor:
-        x = self.model.norm(x)
         if not self.classifies:
-            return x
+            return keep_and_norm(x, self.model.norm)[1]
+        x = self.model.norm(x)
         if self.model.config.pooling == "last":
             if packing is None:
                 return x[:, -1]

@@ -22,6 +22,7 @@ from frostlab.surgery.stale import changes
 from frostlab.training.batches.batch import Batch
 from frostlab.training.distributed import Compute, GradientSum, blocks
 from frostlab.training.step.eager import EagerStep
+from frostlab.training.step.fusion import fuse_gelus, fuse_norms
 from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import Bf16Copies
 
@@ -164,7 +165,7 @@ def uncompiled() -> Iterator[None]:
 
 
 def joining_backend(module: GraphModule, inputs: Sequence[Any]) -> Any:
-    """Join a graph's linear maps and compile it with inductor: a backend for torch.compile.
+    """Fuse a graph's norms, join its linear maps, compile it with inductor: a backend of torch.
 
     A GPU multiplies by one wide matrix faster than by three narrow ones, such as query, key and
     value. `fallback_random` makes torch's own kernels draw the dropout masks, as in an eager step,
@@ -172,6 +173,8 @@ def joining_backend(module: GraphModule, inputs: Sequence[Any]) -> Any:
     """
     from torch._inductor.compile_fx import compile_fx
 
+    fuse_norms(module.graph)
+    fuse_gelus(module.graph)
     join_linears(module.graph)
     module.recompile()
     return compile_fx(module, inputs, config_patches={"fallback_random": True})

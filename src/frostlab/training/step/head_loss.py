@@ -228,15 +228,15 @@ def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
     Torch's kernel for the gradient of an embedding sums the rows of each id, in a table with a row
     for each id that occurs. The rows of that table are then added to different rows of the total.
     """
-    ordered, places = ids.sort()
+    ordered, places = ids.int().sort()  # int32 is sorted in half the passes of int64
     # the index of each ordered id among the distinct ids
     numbers = F.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))
     size = min(len(ids), len(total))
-    inverse = torch.empty_like(ids).scatter_(0, places, numbers)
+    inverse = torch.empty_like(ordered).scatter_(0, places, numbers.int())
     sums = torch.ops.aten.embedding_dense_backward(rows, inverse, size, -1, False)
     # rows of the table that no id has are 0, and may be added anywhere
-    targets = torch.arange(size, device=ids.device).scatter_(0, numbers, ordered)
-    total.index_add_(0, targets, sums)
+    targets = torch.arange(size, device=ids.device, dtype=torch.int32)
+    total.index_add_(0, targets.scatter_(0, numbers, ordered), sums)
 
 
 @torch.no_grad()

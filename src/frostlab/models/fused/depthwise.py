@@ -4,17 +4,17 @@ The kernels are wrapped in operators of torch, so that compiled layers and captu
 contain them.
 """
 
-import importlib.util
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from frostlab.models import fused
+
 LARGEST = 31  # taps; more need more registers than a lane has
 _GRID_DEPTH = 65535  # largest size of a CUDA grid in its third dimension
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class Depthwise(nn.Conv1d):
@@ -44,7 +44,7 @@ def has_kernel(x: Tensor, weight: Tensor) -> bool:
     kernel = weight.shape[-1]
     fits = x.shape[0] <= _GRID_DEPTH and kernel % 2 == 1 and kernel <= LARGEST
     typed = x.dtype in _DTYPES and weight.dtype in _DTYPES
-    return _HAS_TRITON and fits and typed and x.is_cuda
+    return fused.HAS_TRITON and fits and typed and x.is_cuda
 
 
 @torch.library.custom_op("frostlab::depthwise", mutates_args=())
@@ -53,7 +53,7 @@ def depthwise(x: Tensor, taps: Tensor, bias: Tensor | None, flipped: bool) -> Te
 
     The taps need not have the dtype of x: under autocast they stay float32.
     """
-    from frostlab.models.depthwise_kernels import convolve
+    from frostlab.models.fused.depthwise_kernels import convolve
 
     return convolve(x.contiguous(), taps.contiguous(), bias, flipped)
 
@@ -61,7 +61,7 @@ def depthwise(x: Tensor, taps: Tensor, bias: Tensor | None, flipped: bool) -> Te
 @torch.library.custom_op("frostlab::depthwise_sums", mutates_args=())
 def depthwise_sums(gradient: Tensor, x: Tensor, kernel: int) -> Tensor:
     """Return the gradients of the taps and, in the last row, of the bias: (kernel + 1, C)."""
-    from frostlab.models.depthwise_kernels import correlate
+    from frostlab.models.fused.depthwise_kernels import correlate
 
     return correlate(gradient.contiguous(), x.contiguous(), kernel)
 

@@ -1,0 +1,81 @@
+"""GELU after a linear map whose bias gets its gradient from the same kernel, on CUDA."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from frostlab.models import fused
+from frostlab.models.fused.residual_norm import apply_linear
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def fits(x: Tensor) -> bool:
+    """Return whether the kernels can take the place of torch's: in float32 they are less exact."""
+    return fused.HAS_TRITON and x.dtype in _DTYPES
+
+
+def gelu_of(linear: nn.Module, inputs: Tensor, approximate: str) -> Tensor:
+    """Return GELU of a linear map's output, by the kernels where they can be used."""
+    if not inputs.is_cuda or torch.compiler.is_compiling():
+        return F.gelu(linear(inputs), approximate=approximate)
+    x, bias = apply_linear(linear, inputs)
+    if fits(x):
+        return gelu(x, bias, approximate)
+    return F.gelu(linear(inputs), approximate=approximate)
+
+
+def gelu(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    """Return GELU of x, which already contains `bias`.
+
+    The bias gets its gradient here, so x must have been computed with `bias.detach()`.
+    """
+    out: Tensor = _Gelu.apply(x, bias, approximate == "tanh")
+    return out
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.tanh, ctx.bias_dtype = tanh, None if bias is None else bias.dtype
+        return fused.chosen(activate, _ACTIVATE, x)(x, tanh)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        operation = fused.chosen(differentiate, _DIFFERENTIATE, x)
+        by_x, by_bias = operation(upstream, x, ctx.tanh, ctx.bias_dtype or torch.float32)
+        return by_x, None if ctx.bias_dtype is None else by_bias, None
+
+
+def activate(x: Tensor, tanh: bool) -> Tensor:
+    """Run the forward kernel."""
+    from frostlab.models.fused import gelu_kernels
+
+    return gelu_kernels.activate(x.contiguous(), tanh)
+
+
+def differentiate(
+    upstream: Tensor, x: Tensor, tanh: bool, bias_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Run the backward kernels; return the gradient of x, and its sum over all rows."""
+    from frostlab.models.fused import gelu_kernels
+
+    return gelu_kernels.differentiate(upstream.contiguous(), x.contiguous(), tanh, bias_dtype)
+
+
+_ACTIVATE = torch.library.custom_op("frostlab::gelu", activate, mutates_args=())
+_DIFFERENTIATE = torch.library.custom_op("frostlab::gelu_backward", differentiate, mutates_args=())
+
+
+@_ACTIVATE.register_fake
+def _(x: Tensor, tanh: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@_DIFFERENTIATE.register_fake
+def _(upstream: Tensor, x: Tensor, tanh: bool, bias_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[-1], dtype=bias_dtype)

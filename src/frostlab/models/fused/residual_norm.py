@@ -1,0 +1,259 @@
+"""A residual sum with the layer norm after it: in Triton kernels on CUDA, else in torch's.
+
+One kernel adds a branch to the residual stream, normalises the sum, and writes the result in the
+dtype in which the next linear map needs it. One more kernel computes all gradients of the backward
+pass, those of the branch's dropout and bias included; torch takes up to eight.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+
+from frostlab.models import fused
+
+WIDEST = 8192  # columns; wider rows do not fit into a program's registers
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def add_and_norm(
+    x: Tensor, linear: nn.Module, inputs: Tensor, norm: nn.Module, dropout: float
+) -> tuple[Tensor, Tensor]:
+    """Return x + dropout(linear(inputs)), and the norm of this sum.
+
+    Under autocast, the kernels return the norm in autocast's dtype, not in float32.
+    """
+    if not has_kernel(x, norm):
+        added = x + F.dropout(linear(inputs), dropout)
+        return added, norm(added)
+    branch, bias = apply_linear(linear, inputs)
+    assert isinstance(norm, nn.LayerNorm)
+    total, _, low = residual_norm(
+        x, branch, norm.weight, norm.bias, bias, dropout, norm.eps, True, False, True
+    )
+    assert total is not None
+    return total, low
+
+
+def keep_and_norm(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return x and its norm; kernels add up the gradients of both, where x is used again."""
+    if not has_kernel(x, norm):
+        return x, norm(x)
+    assert isinstance(norm, nn.LayerNorm)
+    total, _, low = residual_norm(
+        x, None, norm.weight, norm.bias, None, 0.0, norm.eps, True, False, True
+    )
+    assert total is not None
+    return total, low
+
+
+def apply_linear(linear: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Apply a linear map; also return its bias, if the caller must give it its gradient."""
+    if type(linear) is not nn.Linear or linear.bias is None or is_hooked(linear):
+        return linear(inputs), None
+    if not linear.bias.requires_grad:
+        return linear(inputs), None
+    return F.linear(inputs, linear.weight, linear.bias.detach()), linear.bias
+
+
+def has_kernel(x: Tensor, norm: nn.Module) -> bool:
+    """Return whether the kernels can take the place of a norm, whose module is then not called.
+
+    While a layer is compiled, `frostlab.training.step.fusion` decides.
+    """
+    if not x.is_cuda or type(norm) is not nn.LayerNorm or torch.compiler.is_compiling():
+        return False
+    return not is_hooked(norm) and fits(x, norm.weight, norm.bias, norm.normalized_shape)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether a module must be called, so that its hooks run."""
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    return bool(hooked or module._backward_pre_hooks or hooks._has_any_global_hook())
+
+
+def fits(x: Tensor, weight: Tensor | None, shift: Tensor | None, shape: Any) -> bool:
+    """Return whether the kernels can normalise x: float32 rows that are not too wide."""
+    if not fused.HAS_TRITON or weight is None or tuple(shape) != (x.shape[-1],):
+        return False
+    typed = x.dtype == weight.dtype == torch.float32 and (shift is None or shift.dtype == x.dtype)
+    return typed and x.shape[-1] <= WIDEST
+
+
+def residual_norm(
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    shift: Tensor | None,
+    bias: Tensor | None,
+    dropout: float,
+    eps: float,
+    keeps: bool,
+    exact: bool,
+    low: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return x + dropout(branch), its norm in float32, and its norm in autocast's dtype.
+
+    Without a branch, the first result is x. The gradients of the results are added in one kernel,
+    so x should not be used again; use the first result. `keeps`, `exact` and `low` say which
+    results are used; the others are None or stand for another. Without autocast, the last two are
+    the same. `bias` is the bias that the branch already contains: it gets its gradient here, so the
+    branch must have been computed with `bias.detach()`.
+    """
+    device = x.device.type
+    dtype = None
+    if low and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    exact = exact or dtype is None
+    outputs = _ResidualNorm.apply(x, branch, weight, shift, bias, dropout, eps, keeps, exact, dtype)
+    rest = list(outputs)
+    total = rest.pop(0) if keeps else None
+    return total, rest[0], rest[-1]
+
+
+class _ResidualNorm(torch.autograd.Function):
+    """The autograd function of `residual_norm`; it returns only the results that are used."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        branch: Tensor | None,
+        weight: Tensor,
+        shift: Tensor | None,
+        bias: Tensor | None,
+        dropout: float,
+        eps: float,
+        keeps: bool,
+        exact: bool,
+        low: torch.dtype | None,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.branch_dtype = None if branch is None else branch.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.keeps, ctx.exact, ctx.low = keeps, exact, low is not None
+        ctx.factor, ctx.shifts, mask = 1 / (1 - dropout), shift is not None, None
+        if branch is not None and dropout:
+            branch, mask = torch.native_dropout(branch, dropout, True)
+        writes_sum = keeps and branch is not None
+        total, full, half, means, scales = fused.chosen(normalise, _NORMALISE, x)(
+            x, branch, weight, shift, eps, writes_sum, exact, low
+        )
+        if writes_sum:
+            ctx.save_for_backward(total, None, weight, means, scales, mask)
+        else:
+            ctx.save_for_backward(x, branch, weight, means, scales, mask)
+        outputs = [total if writes_sum else x] if keeps else []
+        outputs += [full] if exact else []
+        outputs += [half] if low is not None else []
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        rest = list(gradients)
+        by_total = rest.pop(0) if ctx.keeps else None
+        by_exact = rest.pop(0) if ctx.exact else None
+        by_low = rest.pop(0) if ctx.low else None
+        x, branch, weight, means, scales, mask = ctx.saved_tensors
+        by_x, by_branch, by_weight, by_shift, by_bias = fused.chosen(differentiate, _DIFFERENTIATE, x)(
+            x, branch, weight, means, scales, by_total, by_exact, by_low, mask, ctx.factor,
+            ctx.branch_dtype, ctx.bias_dtype or torch.float32,
+        )  # fmt: skip
+        return (
+            by_x,
+            None if ctx.branch_dtype is None else by_branch,
+            by_weight,
+            by_shift if ctx.shifts else None,
+            None if ctx.bias_dtype is None else by_bias,
+            *[None] * 5,
+        )
+
+
+def normalise(
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    shift: Tensor | None,
+    eps: float,
+    keeps: bool,
+    exact: bool,
+    low: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Run the forward kernel; results that are not used are empty."""
+    from frostlab.models.fused import residual_norm_kernels as kernels
+
+    branch = None if branch is None else branch.contiguous()
+    return kernels.normalise(x.contiguous(), branch, weight, shift, eps, keeps, exact, low)
+
+
+def differentiate(
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    means: Tensor,
+    scales: Tensor,
+    by_total: Tensor | None,
+    by_exact: Tensor | None,
+    by_low: Tensor | None,
+    mask: Tensor | None,
+    factor: float,
+    branch_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Run the backward kernels; results that are not used are empty."""
+    from frostlab.models.fused import residual_norm_kernels as kernels
+
+    optional = [
+        None if tensor is None else tensor.contiguous()
+        for tensor in (branch, by_total, by_exact, by_low, mask)
+    ]
+    branch, by_total, by_exact, by_low, mask = optional
+    return kernels.differentiate(
+        x.contiguous(), branch, weight, means, scales, by_total, by_exact, by_low, mask, factor,
+        branch_dtype, bias_dtype,
+    )  # fmt: skip
+
+
+_NORMALISE = torch.library.custom_op("frostlab::residual_norm", normalise, mutates_args=())
+_DIFFERENTIATE = torch.library.custom_op(
+    "frostlab::residual_norm_backward", differentiate, mutates_args=()
+)
+
+
+@_NORMALISE.register_fake
+def _(
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    shift: Tensor | None,
+    eps: float,
+    keeps: bool,
+    exact: bool,
+    low: torch.dtype | None,
+) -> tuple[Tensor, ...]:
+    means = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+    return (
+        x.new_empty(x.shape if keeps else 0),
+        x.new_empty(x.shape if exact else 0),
+        x.new_empty(x.shape if low else 0, dtype=low),
+        means,
+        torch.empty_like(means),
+    )
+
+
+@_DIFFERENTIATE.register_fake
+def _(
+    x: Tensor, branch: Any, weight: Tensor, means: Any, scales: Any, by_total: Any, by_exact: Any,
+    by_low: Any, mask: Any, factor: float, branch_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    width, branches = x.shape[-1], branch_dtype is not None
+    return (
+        x.new_empty(x.shape),
+        x.new_empty(x.shape if branches else 0, dtype=branch_dtype),
+        x.new_empty(width),
+        x.new_empty(width),
+        x.new_empty(width if branches else 0, dtype=bias_dtype if branches else None),
+    )

@@ -1,0 +1,183 @@
+"""Triton kernels of a residual sum with a layer norm, forward and backward.
+
+A program holds one row at a time in registers, eight columns per lane. In the backward pass, it
+takes one row after another and keeps its share of the sums over all rows in registers; a second
+kernel adds the shares in a fixed order, so that the result does not depend on which program was
+faster.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from frostlab.models.fused.sum_kernels import add_shares
+
+_WARPS = 16  # of the backward pass per multiprocessor: 8 to 32 were tried on an H200
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _forward(
+    x, branch, weight, shift, total, exact, low, means, scales, eps,
+    width: tl.constexpr, adds: tl.constexpr, keeps: tl.constexpr, shifts: tl.constexpr,
+    writes_exact: tl.constexpr, writes_low: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Write the norm of a row of x, or of x + branch, and the row's statistics."""
+    row = tl.program_id(0)
+    column = tl.arange(0, block)
+    inside = column < width
+    place = row.to(tl.int64) * width + column
+    value = tl.load(x + place, inside, 0.0).to(tl.float32)
+    if adds:
+        value += tl.load(branch + place, inside, 0.0).to(tl.float32)
+    if keeps:
+        tl.store(total + place, value.to(total.dtype.element_ty), inside)
+    mean = tl.sum(value, 0) / width
+    centred = tl.where(inside, value - mean, 0.0)
+    scale = 1 / tl.sqrt(tl.sum(centred * centred, 0) / width + eps)
+    normed = centred * scale * tl.load(weight + column, inside, 0.0).to(tl.float32)
+    if shifts:
+        normed += tl.load(shift + column, inside, 0.0).to(tl.float32)
+    if writes_exact:
+        tl.store(exact + place, normed, inside)
+    if writes_low:
+        tl.store(low + place, normed.to(low.dtype.element_ty), inside)
+    tl.store(means + row, mean)
+    tl.store(scales + row, scale)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _backward(
+    x, branch, weight, means, scales, by_total, by_exact, by_low, mask, by_x, by_branch, shares,
+    count, factor,
+    width: tl.constexpr, adds: tl.constexpr, has_total: tl.constexpr, has_exact: tl.constexpr,
+    has_low: tl.constexpr, drops: tl.constexpr, branches: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of x and of the branch; add up those of weight, shift and bias.
+
+    `by_total`, `by_exact` and `by_low` are the gradients of the sum and of the norm's two outputs.
+    The gradient of the branch is that before its dropout: the mask times `factor`.
+    """
+    column = tl.arange(0, block)
+    inside = column < width
+    gain = tl.load(weight + column, inside, 0.0).to(tl.float32)
+    weight_sum = tl.zeros((block,), tl.float32)
+    shift_sum = tl.zeros((block,), tl.float32)
+    bias_sum = tl.zeros((block,), tl.float32)
+    stride = tl.full((), width, tl.int64)
+    for row in range(tl.program_id(0), count, tl.num_programs(0)):
+        place = row * stride + column
+        value = tl.load(x + place, inside, 0.0).to(tl.float32)
+        if adds:
+            value += tl.load(branch + place, inside, 0.0).to(tl.float32)
+        upstream = tl.zeros((block,), tl.float32)
+        if has_exact:
+            upstream += tl.load(by_exact + place, inside, 0.0).to(tl.float32)
+        if has_low:
+            upstream += tl.load(by_low + place, inside, 0.0).to(tl.float32)
+        scale = tl.load(scales + row)
+        normal = (value - tl.load(means + row)) * scale
+        scaled = upstream * gain  # 0 outside the row
+        along = tl.sum(scaled * normal, 0) / width
+        level = tl.sum(scaled, 0) / width
+        weight_sum += upstream * normal
+        shift_sum += upstream
+        gradient = (scaled - level - normal * along) * scale
+        if has_total:
+            gradient += tl.load(by_total + place, inside, 0.0).to(tl.float32)
+        tl.store(by_x + place, gradient.to(by_x.dtype.element_ty), inside)
+        if branches:
+            if drops:
+                gradient *= factor * tl.load(mask + place, inside, 0).to(tl.float32)
+            gradient = gradient.to(by_branch.dtype.element_ty)
+            tl.store(by_branch + place, gradient, inside)
+            bias_sum += gradient.to(tl.float32)
+    start = shares + tl.program_id(0) * 3 * width + column
+    tl.store(start, weight_sum, inside)
+    tl.store(start + width, shift_sum, inside)
+    if branches:
+        tl.store(start + 2 * width, bias_sum, inside)
+
+
+def _tile(width: int) -> dict[str, int]:
+    """Return the block that holds a row, and the number of warps of its program."""
+    block = max(triton.next_power_of_2(width), 32)
+    return {"block": block, "num_warps": min(max(1, block // 256), 32)}
+
+
+def normalise(
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    shift: Tensor | None,
+    eps: float,
+    keeps: bool,
+    exact: bool,
+    low: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Normalise contiguous rows of x, or of x + branch.
+
+    Return the sum (empty unless `keeps`), the norm in float32 (empty unless `exact`) and in the
+    dtype `low` (empty if None), and the mean and the inverse deviation of each row.
+    """
+    width = x.shape[-1]
+    count = x.numel() // width
+    total = torch.empty_like(x) if keeps else x.new_empty(0)
+    full = torch.empty_like(x, dtype=torch.float32) if exact else x.new_empty(0)
+    half = x.new_empty(0) if low is None else torch.empty_like(x, dtype=low)
+    means = x.new_empty(count, dtype=torch.float32)
+    scales = torch.empty_like(means)
+    if count:
+        _forward[(count,)](
+            x, branch, weight, shift, total, full, half, means, scales, eps,
+            width=width, adds=branch is not None, keeps=keeps, shifts=shift is not None,
+            writes_exact=exact, writes_low=low is not None, **_tile(width),
+        )  # fmt: skip
+    return total, full, half, means, scales
+
+
+def differentiate(
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    means: Tensor,
+    scales: Tensor,
+    by_total: Tensor | None,
+    by_exact: Tensor | None,
+    by_low: Tensor | None,
+    mask: Tensor | None,
+    factor: float,
+    branch_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of x, of the branch, and of weight, shift and the branch's bias.
+
+    The gradients of the branch and of its bias are empty if `branch_dtype` is None.
+    """
+    width = x.shape[-1]
+    count = x.numel() // width
+    branches = branch_dtype is not None
+    by_x, by_branch, by_bias = torch.empty_like(x), x.new_empty(0), x.new_empty(0)
+    if branches:
+        by_branch = torch.empty_like(x, dtype=branch_dtype)
+        by_bias = x.new_empty(width, dtype=bias_dtype)
+    sums = [x.new_empty(width), x.new_empty(width), *([by_bias] if branches else [])]
+    if not count:
+        for total in sums:
+            total.zero_()
+        return by_x, by_branch, sums[0], sums[1], by_bias
+    tile = _tile(width)
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    programs = min(max(1, _WARPS // tile["num_warps"]) * processors, count)
+    shares = x.new_empty(programs, 3, width, dtype=torch.float32)
+    _backward[(programs,)](
+        x, branch, weight, means, scales, by_total, by_exact, by_low, mask, by_x, by_branch,
+        shares, count, factor,
+        width=width, adds=branch is not None, has_total=by_total is not None,
+        has_exact=by_exact is not None, has_low=by_low is not None, drops=mask is not None,
+        branches=branches, **tile,
+    )  # fmt: skip
+    add_shares(shares, sums)
+    return by_x, by_branch, sums[0], sums[1], by_bias

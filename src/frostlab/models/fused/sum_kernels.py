@@ -1,0 +1,55 @@
+"""A Triton kernel for the end of sums over all rows: it adds the shares of many programs."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS, _COLUMNS = 256, 16  # of the block of shares that a program loads at once
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add(
+    shares, first, second, third, programs, width,
+    lines: tl.constexpr, columns: tl.constexpr, rows: tl.constexpr,
+):  # fmt: skip
+    """Add the shares of all programs in a fixed order, for some columns of one of `lines` sums."""
+    line = tl.program_id(1)
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    begin = shares + line * width + column[None, :]
+    added = tl.zeros((rows, columns), tl.float32)
+    for start in range(0, programs, rows):
+        program = start + tl.arange(0, rows)[:, None]
+        inside = (program < programs) & (column < width)[None, :]
+        added += tl.load(begin + program * lines * width, inside, 0.0)
+    total = tl.sum(added, 0)
+    if line == 0:
+        tl.store(first + column, total.to(first.dtype.element_ty), column < width)
+    elif line == 1:
+        tl.store(second + column, total.to(second.dtype.element_ty), column < width)
+    else:
+        tl.store(third + column, total.to(third.dtype.element_ty), column < width)
+
+
+def add_shares(shares: Tensor, sums: Sequence[Tensor]) -> None:
+    """Add shares of shape (programs, lines, width) over the programs.
+
+    `sums` are up to three tensors of `width` elements, one for each of the first lines.
+    """
+    programs, lines, width = shares.shape
+    first, second, third = (sums[min(i, len(sums) - 1)] for i in range(3))
+    _add[(triton.cdiv(width, _COLUMNS), len(sums))](
+        shares, first, second, third, programs, width,
+        lines=lines, columns=_COLUMNS, rows=_ROWS, num_warps=8,
+    )  # fmt: skip
+
+
+def programs_down(x: Tensor, across: int, rows: int, per_processor: int) -> int:
+    """Return how many programs share the rows of x, if `across` programs share its columns."""
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    most = triton.cdiv(x.numel() // x.shape[-1], rows)
+    return max(1, min(triton.cdiv(per_processor * processors, across), most))

@@ -1,0 +1,151 @@
+"""Rewrites of a layer's graph: residual sums with their norms, and GELU, become fused operations.
+
+The compiler takes several kernels for the backward pass of a norm, because its sums run along rows
+and along columns; `frostlab.models.fused.residual_norm` takes two for a dropout, a sum and a norm.
+The operations also compute the gradient of the bias of the linear map before them.
+"""
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from frostlab.models.fused import gelu
+from frostlab.models.fused.residual_norm import fits, residual_norm
+
+_SUMS = (operator.add, torch.add)
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """A layer norm in a graph, with the sum before it if there is one."""
+
+    node: Node
+    x: Node  # the residual stream, or the norm's input
+    weight: Node
+    shift: Node | None
+    eps: float
+    total: Node | None = None  # the sum of the residual stream and a branch
+    branch: Node | None = None  # without its dropout
+    dropout: float = 0.0
+
+
+def fuse_norms(graph: Graph) -> None:
+    """Replace the layer norms of a graph, and the sums and dropouts before them."""
+    for node in list(graph.nodes):
+        norm = _as_norm(node)
+        if norm is not None:
+            _replace(graph, norm)
+    graph.eliminate_dead_code()
+    graph.lint()
+
+
+def fuse_gelus(graph: Graph) -> None:
+    """Replace the GELUs of a graph that follow a linear map."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not F.gelu or len(node.args) != 1:
+            continue
+        linear = node.args[0]
+        if not isinstance(linear, Node) or linear.target is not F.linear or len(linear.users) > 1:
+            continue
+        if gelu.fits(_value(linear)):
+            learning = _detach_bias(graph, linear)
+            approximate = node.kwargs.get("approximate", "none")
+            with graph.inserting_before(node):
+                fused = graph.call_function(gelu.gelu, (linear, learning, approximate))
+            fused.meta["example_value"] = _value(node)
+            node.replace_all_uses_with(fused)
+            graph.erase_node(node)
+    graph.lint()
+
+
+def _as_norm(node: Node) -> _Norm | None:
+    """Return a node as a layer norm that the kernels support; None for every other node."""
+    if node.op != "call_function" or node.target is not F.layer_norm:
+        return None
+    names = ("input", "normalized_shape", "weight", "bias", "eps")
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    x, weight, shift = given["input"], given.get("weight"), given.get("bias")
+    if not isinstance(x, Node) or not isinstance(weight, Node):
+        return None
+    if not fits(_value(x), _value(weight), shift and _value(shift), given["normalized_shape"]):
+        return None
+    plain = _Norm(node, x, weight, shift, given.get("eps", 1e-5))
+    if x.op != "call_function" or x.target not in _SUMS or x.kwargs or len(x.args) != 2:
+        return plain
+    terms = [term for term in x.args if isinstance(term, Node)]
+    if any(not isinstance(term.meta.get("example_value"), Tensor) for term in terms):
+        return plain
+    if len(terms) < 2 or any(_value(term).shape != _value(x).shape for term in terms):
+        return plain
+    stream, branch = sorted(terms, key=_is_branch)
+    if _value(stream).dtype != torch.float32 or stream is branch:
+        return plain
+    inside, dropout = _without_dropout(branch)
+    return _Norm(node, stream, weight, shift, plain.eps, x, inside, dropout)
+
+
+def _value(node: Node) -> Tensor:
+    value: Tensor = node.meta["example_value"]
+    return value
+
+
+def _is_branch(node: Node) -> tuple[bool, bool]:
+    """Sort the branch of a sum after its residual stream: it ends in a dropout or a linear map."""
+    inside, _ = _without_dropout(node)
+    return inside is not node or node.target is F.linear, _value(node).dtype != torch.float32
+
+
+def _without_dropout(node: Node) -> tuple[Node, float]:
+    """Return the input of a dropout that only one node reads, and its probability."""
+    if node.op != "call_function" or node.target is not F.dropout or len(node.users) > 1:
+        return node, 0.0
+    names = ("input", "p", "training", "inplace")
+    given: dict[str, Any] = {"p": 0.5, "training": True, "inplace": False}
+    given |= dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    if given["inplace"] or given["p"] >= 1.0 or not isinstance(given["input"], Node):
+        return node, 0.0
+    return given["input"], float(given["p"]) if given["training"] else 0.0
+
+
+def _replace(graph: Graph, norm: _Norm) -> None:
+    node, learning = norm.node, None
+    linear = norm.branch
+    if linear is not None and linear.target is F.linear and len(linear.users) == 1:
+        learning = _detach_bias(graph, linear)
+    order = {other: number for number, other in enumerate(graph.nodes)}
+    source = norm.x if norm.total is None else norm.total
+    later = [user for user in source.users if user is not node and order[user] > order[node]]
+    products = [u for u in node.users if u.target is F.linear and u.args and u.args[0] is node]
+    products = [user for user in products if list(user.all_input_nodes).count(node) == 1]
+    others = [user for user in node.users if user not in products]
+    with graph.inserting_before(node):
+        results = graph.call_function(
+            residual_norm,
+            (
+                norm.x, norm.branch, norm.weight, norm.shift, learning, norm.dropout, norm.eps,
+                bool(later), bool(others), bool(products),
+            ),
+        )  # fmt: skip
+        places = [graph.call_function(operator.getitem, (results, i)) for i in range(3)]
+    for place, like in zip(places, (source, node, node), strict=True):
+        place.meta["example_value"] = _value(like)
+    for users, old, new in ((later, source, 0), (others, node, 1), (products, node, 2)):
+        for user in users:
+            user.replace_input_with(old, places[new])
+
+
+def _detach_bias(graph: Graph, linear: Node) -> Node | None:
+    """Take a linear map's bias out of autograd and return it; None if it does not learn."""
+    learning = linear.args[2] if len(linear.args) > 2 else linear.kwargs.get("bias")
+    if not isinstance(learning, Node) or not _value(learning).requires_grad:
+        return None
+    with graph.inserting_before(linear):
+        detached = graph.call_method("detach", (learning,))
+        detached.meta["example_value"] = _value(learning).detach()
+    linear.replace_input_with(learning, detached)
+    return learning
