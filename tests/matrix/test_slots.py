@@ -17,6 +17,7 @@ from frostlab.matrix.slots import (
     make_slots,
     parse_devices,
     parse_per_device,
+    taken_by,
 )
 
 
@@ -78,6 +79,18 @@ def test_devices_that_others_use_are_left_alone(two_gpus: dict[int, list[int]]) 
     with pytest.raises(fl.BadInput, match="every GPU is in use"):
         free_devices(both, chosen=False, when_idle=False)
     assert free_devices(both, chosen=True, when_idle=True) == both
+
+
+def test_ids_of_workers_outside_a_container_do_not_block_their_own_matrix(
+    two_gpus: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container, NVML may report ids of another namespace: no such process is here."""
+    two_gpus[0] = [2**30]
+    assert taken_by("cuda:0") == "by process 1073741824, 1.0 GB"
+    monkeypatch.setattr(slots, "_has_children", lambda: True)
+    assert taken_by("cuda:0") is None
+    two_gpus[0] = [2**30, 1]
+    assert taken_by("cuda:0") == "by process 1, 2.0 GB"
 
 
 def test_idle_devices_are_asked_again(

@@ -51,6 +51,9 @@ def _is_ours(pid: int) -> bool:
     """Return whether a process belongs to this program, or is the server of MPS."""
     import psutil  # type: ignore[import-untyped]
 
+    if not psutil.pid_exists(pid):
+        # In a container, NVML may report the id that a worker has outside of it.
+        return _has_children()
     with suppress(psutil.Error):
         process = psutil.Process(pid)
         parents = {parent.pid for parent in process.parents()}
