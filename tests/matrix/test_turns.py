@@ -40,6 +40,11 @@ def turns_in(folder: Path, count: int) -> list[Path]:
     return files
 
 
+def turns_of(workers: LocalWorkers) -> Path:
+    assert workers._turns is not None
+    return Path(workers._turns.name)
+
+
 def test_a_turn_is_taken_once_and_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +104,7 @@ def test_runs_of_a_queue_take_turns_and_a_killed_one_gives_its_turn_back(tmp_pat
                         child.kill()
 
     workers = LocalWorkers([Slot("cpu", 3, training=1)], None)
+    turns = turns_of(workers)
     ended = list(Queue(workers, each_turn=kill_first).outcomes(tasks))
     assert killed
     assert [outcome.kind for _, outcome in ended] == ["finished"] * 4
@@ -113,14 +119,14 @@ def test_runs_of_a_queue_take_turns_and_a_killed_one_gives_its_turn_back(tmp_pat
     spans = [span for span in spans if span[0] <= span[1]]
     for (_, end), (begin, _) in zip(sorted(spans), sorted(spans)[1:], strict=False):
         assert end <= begin
-    assert not Path(workers._turns.name).exists()
+    assert not turns.exists()
 
 
 def test_a_run_that_waits_for_its_turn_can_be_stopped(tmp_path: Path) -> None:
     recipe = recipe_from(tiny(train={"batch": 32, "steps": 10, "threads": 1}))
     task = Task("a", recipe, tmp_path / "a", "a")
     workers = LocalWorkers([Slot("cpu", 2, training=1)], None)
-    with Lock(Path(workers._turns.name, "cpu", "0")):
+    with Lock(turns_of(workers) / "cpu" / "0"):
         workers.start(task)
         wait_until(lambda: (task.path / "events.jsonl").exists())
         (worker,) = workers._workers

@@ -92,7 +92,7 @@ class _Worker:
         self.asked_to_stop = False
         self.connection, theirs = context.Pipe()
         variables = {**slot.variables, AT_ONCE: str(slot.at_once), COMMAND: command()}
-        if turns is not None:
+        if turns is not None and slot.training is not None:
             variables[TURNS] = str(turns)
         self.process = context.Process(target=_serve, args=(theirs, variables, data_dir, logs))
         self.process.start()
@@ -149,7 +149,7 @@ class LocalWorkers:
             if worker.send(task):
                 return
             self._remove(worker)
-        turns = None if slot.training is None else Path(self._turns.name, slot.device)
+        turns = None if self._turns is None else Path(self._turns.name, slot.device)
         worker = _Worker(slot, turns, self._data_dir, self._logs)
         self._workers.append(worker)
         if not worker.send(task):  # it has died at once; `wait` reports it
@@ -205,7 +205,8 @@ class LocalWorkers:
                 worker.connection.send(None)  # it ends after the run that stops
             worker.process.join(_GRACE_SECONDS if graceful else _CLOSE_SECONDS)
             self._remove(worker)
-        self._turns.cleanup()
+        if self._turns is not None:
+            self._turns.cleanup()
 
     def _remove(self, worker: _Worker) -> None:
         if worker.process.is_alive() and worker.connection.closed is False:
@@ -217,8 +218,10 @@ class LocalWorkers:
         self._workers.remove(worker)
 
 
-def _make_turns(slots: Iterable[Slot]) -> tempfile.TemporaryDirectory[str]:
+def _make_turns(slots: Sequence[Slot]) -> tempfile.TemporaryDirectory[str] | None:
     """Make a folder for each device whose runs take turns, with a file for each turn."""
+    if all(slot.training is None for slot in slots):
+        return None
     folder = tempfile.TemporaryDirectory(prefix="frostlab-turns-")
     for slot in slots:
         for number in range(slot.training or 0):
