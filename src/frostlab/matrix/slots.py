@@ -12,8 +12,8 @@ from frostlab.records.telemetry import Gpu, NoGpu, wanted_gpu
 from frostlab.text import counted
 
 _MOST_AT_ONCE = 256
-# `--per-device auto`, from measurements on an H200 (docs/measurements.md): how many runs take
-# steps at the same time without and with CUDA MPS, and how many more start or end meanwhile
+# `--per-device auto`: how many runs take steps at the same time without and with CUDA MPS, and how
+# many more start or end meanwhile. 5 with MPS was measured (docs/measurements.md); 1 and 2 were not.
 _TRAINING, _TRAINING_WITH_MPS, _STARTING = 1, 5, 2
 _MEMORY_SHARE = 0.9  # of the free memory that the runs of a device may need together
 _USED_BYTES = 1 << 30  # a GPU with more memory in use than this is taken
