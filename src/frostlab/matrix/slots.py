@@ -13,7 +13,7 @@ from frostlab.text import counted
 
 _MOST_AT_ONCE = 256
 # `--per-device auto`: how many runs take steps at the same time without and with CUDA MPS, and how
-# many more start or end meanwhile. 5 with MPS was measured (docs/measurements.md); 1 and 2 were not.
+# many more start or end meanwhile. Only the 5 was measured (docs/measurements.md).
 _TRAINING, _TRAINING_WITH_MPS, _STARTING = 1, 5, 2
 _MEMORY_SHARE = 0.9  # of the free memory that the runs of a device may need together
 _USED_BYTES = 1 << 30  # a GPU with more memory in use than this is taken
