@@ -3,12 +3,17 @@
 import os
 import shlex
 import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
 
 from frostlab.errors import BadInput
+from frostlab.storage import Lock
 
 # A queue of runs sets these for its workers.
 AT_ONCE = "FROSTLAB_RUNS_AT_ONCE"
 COMMAND = "FROSTLAB_COMMAND"
+TURNS = "FROSTLAB_TURNS"  # a folder with a file for each run that may take steps at once
 _MOST_PROCESSES = 10**6
 
 
@@ -35,6 +40,39 @@ def local_world_size() -> int:
 def runs_at_once() -> int:
     """Return how many runs a queue lets share this process's device; 1 without a queue."""
     return _integer(AT_ONCE, 1, 1)
+
+
+class Turn:
+    """The permission to take steps, where a queue lets more runs share a device than train at once.
+
+    A turn is the lock of one of the files in the folder that the queue names, so a process that
+    dies gives its turn back. Without such a folder, every run may take steps at any time.
+    """
+
+    def __init__(self) -> None:
+        folder = os.environ.get(TURNS)
+        self._folder = None if folder is None else Path(folder)
+        self._lock: Lock | None = None
+
+    def take(self) -> bool:
+        """Take a turn if one is free; return whether this run may take steps."""
+        if self._folder is None or self._lock is not None:
+            return True
+        with suppress(FileNotFoundError):  # the queue has ended
+            for path in sorted(self._folder.iterdir()):
+                lock = Lock(path)
+                if lock.acquire(seconds=0):
+                    self._lock = lock
+                    return True
+            return False
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
 
 def command() -> str:

@@ -148,6 +148,7 @@ def test_a_comparison_on_a_cluster_is_the_local_one(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Ray's own
+@pytest.mark.timeout(600)  # it trains three runs of 6,000 steps twice
 def test_a_node_that_dies_has_its_runs_go_on_elsewhere(cluster: Any, tmp_path: Path) -> None:
     other = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()

@@ -12,10 +12,12 @@ from frostlab.matrix.places import Places
 from frostlab.matrix.slots import (
     IdleDevices,
     advised,
+    described,
     free_devices,
     make_slots,
     parse_devices,
     parse_per_device,
+    taken_by,
 )
 
 
@@ -79,6 +81,18 @@ def test_devices_that_others_use_are_left_alone(two_gpus: dict[int, list[int]]) 
     assert free_devices(both, chosen=True, when_idle=True) == both
 
 
+def test_ids_of_workers_outside_a_container_do_not_block_their_own_matrix(
+    two_gpus: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container, NVML may report ids of another namespace: no such process is here."""
+    two_gpus[0] = [2**30]
+    assert taken_by("cuda:0") == "by process 1073741824, 1.0 GB"
+    monkeypatch.setattr(slots, "_has_children", lambda: True)
+    assert taken_by("cuda:0") is None
+    two_gpus[0] = [2**30, 1]
+    assert taken_by("cuda:0") == "by process 1, 2.0 GB"
+
+
 def test_idle_devices_are_asked_again(
     two_gpus: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,24 +108,35 @@ def test_idle_devices_are_asked_again(
 def test_a_worker_sees_only_its_own_device(
     two_gpus: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     made = make_slots(["cuda:1", "cpu"], 3, mps={"CUDA_MPS_PIPE_DIRECTORY": "x"})
     assert [slot.at_once for slot in made] == [3, 3]
-    assert dict(made[0].variables) == {"CUDA_VISIBLE_DEVICES": "1", "CUDA_MPS_PIPE_DIRECTORY": "x"}
+    assert dict(made[0].variables) == {
+        "CUDA_VISIBLE_DEVICES": "1", "CUDA_MPS_PIPE_DIRECTORY": "x", "OMP_NUM_THREADS": "5",
+    }  # fmt: skip
     assert dict(made[1].variables) == {"CUDA_VISIBLE_DEVICES": ""}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert dict(make_slots(["cuda:1"], 1)[0].variables) == {"CUDA_VISIBLE_DEVICES": "5"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert dict(make_slots(["cuda:1"], 2)[0].variables) == {"CUDA_VISIBLE_DEVICES": "5"}
 
 
 def test_auto_fits_memory_and_cores(
     two_gpus: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    assert advised("cuda:0", None) == slots.BEST_AT_ONCE
-    assert advised("cuda:0", 3 * 10**9) == 3  # 9 of 10 GB
-    assert advised("cuda:0", 3 * 10**10) == 1
-    assert advised("cpu", None) == 1
+    one, several, more = slots._TRAINING, slots._TRAINING_WITH_MPS, slots._STARTING
+    assert advised("cuda:0", None, with_mps=False) == (one + more, one)
+    assert advised("cuda:0", None, with_mps=True) == (several + more, several)
+    assert advised("cuda:0", 3 * 10**9, with_mps=True) == (3, None)  # 9 of 10 GB
+    assert advised("cuda:0", 3 * 10**10, with_mps=True) == (1, None)
+    assert advised("cpu", None, with_mps=True) == (1, None)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert advised("cuda:0", None) == 2
+    assert advised("cuda:0", None, with_mps=False) == (2, one)
+    (slot,) = make_slots(["cuda:0"], None)
+    assert (slot.at_once, slot.training) == (2, one)
+    assert described([slot]) == "cuda:0 (2 runs at once, 1 of them training)"
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "257", "1.5", "two", "١", ""])

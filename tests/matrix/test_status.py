@@ -20,7 +20,7 @@ import frostlab as fl
 from forked import frostlab_command
 from frostlab.cli.main import app
 from frostlab.matrix.plan import matrix_plan
-from frostlab.matrix.show import overview_rows, overview_table
+from frostlab.matrix.show import _totals, overview_rows, overview_table
 from frostlab.matrix.status import _progress, _seconds_left, read_status
 from frostlab.matrix.store import DriverState, MatrixFolder, RunState, driving
 from tiny import tiny
@@ -129,6 +129,12 @@ def test_the_overview_has_the_columns_of_the_mission_and_the_gap(store: Path) ->
     assert table[2].endswith("| baseline | finished, 2 seeds |")
     share = f"accuracy {treated - base:+.4g} ({100 * (treated - base) / base:+.1f} %)"
     assert f"| {share} | 1 waiting, 1 finished |" in table[3]
+    treated_only = [replace(row, baseline=None) for row in found.runs if row.method == "oelm"]
+    (alone,) = overview_rows(replace(found, runs=treated_only))
+    assert alone.gap is None, "a treated run without a baseline is not one"
+    pair = [replace(row, method="random") for row in found.runs if row.method == "none"]
+    gaps = [row.gap for row in overview_rows(replace(found, runs=[*pair, rows["small-oelm-s0"]]))]
+    assert gaps == ["baseline", share], "another treatment can be the baseline"
 
 
 def test_times_of_runs_that_shared_a_device_are_left_out(store: Path) -> None:
@@ -146,6 +152,8 @@ def test_times_of_runs_that_shared_a_device_are_left_out(store: Path) -> None:
 
 def test_the_commands_print_it(store: Path) -> None:
     set_state(store, "finished")
+    one = replace(read_status(store / "runs"), runs=read_status(store / "runs").runs[:1])
+    assert "): 1 run: " in "\n".join(_totals(one, 0))
     call = CliRunner().invoke
     runs = ["--runs", str(store / "runs")]
     shown = call(app, ["status", *runs]).output

@@ -90,6 +90,7 @@ def test_the_wall_clock_counts_every_part_once(
         "checkpoints": 64.0,
         "report": 256.0,
         "other": 128.0,
+        "turn": 0.0,
     }
     assert record.result.clocks.setup_seconds == wall.setup
     assert re.search(r"wall clock\n.*\n  setup +8\.00 +1 %\n", show(record.folder), re.S)

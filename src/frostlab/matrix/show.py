@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from frostlab.matrix.status import ENDED, FAILED, MatrixStatus, RunStatus
-from frostlab.text import NONE, hms, markdown, number, plain
+from frostlab.text import NONE, counted, hms, markdown, number, plain
 
 if TYPE_CHECKING:
     from rich.console import Group
 
+_UNTREATED = ("none", "baseline")  # methods that are baselines of others
 HEAD = ("phase", "id", "data", "method", "total", "step", "gap to baseline", "status")
 _STYLES = {
     "running": "cyan", "pending": "dim", "finished": "green", "waiting": "dim", "stopped": "yellow",
@@ -83,7 +84,9 @@ def _mean(values: Iterable[float | None]) -> float | None:
 def _gap(runs: Sequence[RunStatus], by_name: dict[str, RunStatus]) -> str | None:
     """Return the mean difference from the baseline of the same seed; no verdict follows from it."""
     if all(row.baseline is None for row in runs):
-        return "baseline"
+        named = {row.baseline for row in by_name.values()}
+        is_baseline = any(row.method in _UNTREATED or row.name in named for row in runs)
+        return "baseline" if is_baseline else None
     gaps, relative = [], []
     for row in runs:
         base = by_name.get(row.baseline or "")
@@ -163,7 +166,9 @@ def _totals(status: MatrixStatus, hidden: int) -> list[str]:
         f"{status.counts[state]:,} {state}" for state in _ORDER if status.counts.get(state)
     )
     name = "" if status.name is None else f"{status.name} ({status.status}): "
-    total = f"{name}{len(status.runs):,} runs: {counts}" if status.runs else f"{name}no runs yet"
+    total = f"{name}{counted(len(status.runs), 'runs')}: {counts}"
+    if not status.runs:
+        total = f"{name}no runs yet"
     if status.expected_end is not None:
         end = time.strftime("%a %H:%M", time.localtime(status.expected_end))
         total += f"; about {hms(status.seconds_left)} left, until {end}"

@@ -12,10 +12,9 @@ from frostlab.records.telemetry import Gpu, NoGpu, wanted_gpu
 from frostlab.text import counted
 
 _MOST_AT_ONCE = 256
-# On an H200, language-model runs of 2,500 steps took 18.4 s a run one after another, and 11.9 s
-# with 5 at once under CUDA MPS. 5 without MPS (over 14.5 s) and 10 with it (over 11.7 s) were cut
-# off (docs/measurements.md).
-BEST_AT_ONCE = 5
+# `--per-device auto`: how many runs take steps at the same time without and with CUDA MPS, and how
+# many more start or end meanwhile. Only the 5 was measured (docs/measurements.md).
+_TRAINING, _TRAINING_WITH_MPS, _STARTING = 1, 5, 2
 _MEMORY_SHARE = 0.9  # of the free memory that the runs of a device may need together
 _USED_BYTES = 1 << 30  # a GPU with more memory in use than this is taken
 _IDLE_SECONDS = 10.0  # between two looks at a GPU
@@ -52,6 +51,9 @@ def _is_ours(pid: int) -> bool:
     """Return whether a process belongs to this program, or is the server of MPS."""
     import psutil  # type: ignore[import-untyped]
 
+    if not psutil.pid_exists(pid):
+        # In a container, NVML may report the id that a worker has outside of it.
+        return _has_children()
     with suppress(psutil.Error):
         process = psutil.Process(pid)
         parents = {parent.pid for parent in process.parents()}
@@ -173,22 +175,36 @@ def make_slots(
     slots = []
     for name in names:
         variables = _visible(name) | (dict(mps) if mps and name != "cpu" else {})
-        slot = Slot(name, 1, variables)
-        at_once = advised(name, memory) if per_device is None else per_device
-        slots.append(replace(slot, at_once=at_once))
-    return slots
+        at_once, training = per_device, None
+        if at_once is None:
+            at_once, training = advised(name, memory, with_mps=bool(mps))
+        slots.append(Slot(name, at_once, training, variables))
+    on_gpus = sum(slot.at_once for slot in slots if slot.device != "cpu")
+    if on_gpus < 2 or "OMP_NUM_THREADS" in os.environ:
+        return slots
+    # On the CPU itself, the number of threads would change the digits of results.
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // on_gpus))}
+    return [
+        slot if slot.device == "cpu" else replace(slot, variables={**slot.variables, **threads})
+        for slot in slots
+    ]
 
 
-def advised(device: str, memory: int | None) -> int:
-    """Return how many runs share a device with `--per-device auto`."""
+def advised(device: str, memory: int | None, with_mps: bool) -> tuple[int, int | None]:
+    """Return how many runs share a device with `--per-device auto`, and how many of them train.
+
+    The second number is None if all of them may train at the same time.
+    """
     if device == "cpu":
-        return 1
-    most = BEST_AT_ONCE
+        return 1, None
+    training = _TRAINING_WITH_MPS if with_mps else _TRAINING
+    most = min(training + _STARTING, os.cpu_count() or 1)
     use = gpu_use(device)
     if memory and use is not None:
         free = _MEMORY_SHARE * (use.memory_total - use.memory_used)
         most = min(most, int(free // memory))
-    return max(1, min(most, os.cpu_count() or 1))
+    at_once = max(1, most)
+    return at_once, training if training < at_once else None
 
 
 def _visible(device: str) -> dict[str, str]:
@@ -200,7 +216,11 @@ def _visible(device: str) -> dict[str, str]:
 
 def described(slots: Sequence[Slot]) -> str:
     """Describe slots in a few words."""
-    return ", ".join(
-        slot.device + (f" ({counted(slot.at_once, 'runs')} at once)" if slot.at_once > 1 else "")
-        for slot in slots
-    )
+    return ", ".join(slot.device + _sharing(slot) for slot in slots)
+
+
+def _sharing(slot: Slot) -> str:
+    if slot.at_once == 1:
+        return ""
+    training = "" if slot.training is None else f", {slot.training} of them training"
+    return f" ({counted(slot.at_once, 'runs')} at once{training})"

@@ -11,6 +11,7 @@ import multiprocessing.connection
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from frostlab.errors import BadInput
-from frostlab.launcher import AT_ONCE, COMMAND, command
+from frostlab.launcher import AT_ONCE, COMMAND, TURNS, command
 from frostlab.matrix.queue import Ended
 from frostlab.matrix.task import Outcome, Task, run_task
 from frostlab.storage import open_append
@@ -33,10 +34,12 @@ _CLOSE_SECONDS = 10.0  # for an idle worker to end, or one that was asked to sto
 
 @dataclass(frozen=True)
 class Slot:
-    """A device, and how many runs may train on it at the same time."""
+    """A device, and how many runs may share it."""
 
     device: str  # as the user named it: cuda:1, or cpu
     at_once: int = 1
+    # how many of them may take steps at the same time, while others start or end; None: all
+    training: int | None = None
     # environment variables of its workers, such as CUDA_VISIBLE_DEVICES
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -80,13 +83,17 @@ class InProcess:
 class _Worker:
     """A worker process, the connection to it, and its task."""
 
-    def __init__(self, slot: Slot, data_dir: Path | None, logs: Path | None) -> None:
+    def __init__(
+        self, slot: Slot, turns: Path | None, data_dir: Path | None, logs: Path | None
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self.slot = slot
         self.task: Task | None = None
         self.asked_to_stop = False
         self.connection, theirs = context.Pipe()
         variables = {**slot.variables, AT_ONCE: str(slot.at_once), COMMAND: command()}
+        if turns is not None and slot.training is not None:
+            variables[TURNS] = str(turns)
         self.process = context.Process(target=_serve, args=(theirs, variables, data_dir, logs))
         self.process.start()
         theirs.close()
@@ -119,6 +126,7 @@ class LocalWorkers:
         self._slots, self._data_dir, self._logs = list(slots), data_dir, logs
         self._usable = usable
         self._workers: list[_Worker] = []
+        self._turns = _make_turns(self._slots)
 
     def _room(self) -> dict[str, int]:
         """Return how many more tasks each device takes now."""
@@ -141,7 +149,8 @@ class LocalWorkers:
             if worker.send(task):
                 return
             self._remove(worker)
-        worker = _Worker(slot, self._data_dir, self._logs)
+        turns = None if self._turns is None else Path(self._turns.name, slot.device)
+        worker = _Worker(slot, turns, self._data_dir, self._logs)
         self._workers.append(worker)
         if not worker.send(task):  # it has died at once; `wait` reports it
             worker.task = task
@@ -196,6 +205,8 @@ class LocalWorkers:
                 worker.connection.send(None)  # it ends after the run that stops
             worker.process.join(_GRACE_SECONDS if graceful else _CLOSE_SECONDS)
             self._remove(worker)
+        if self._turns is not None:
+            self._turns.cleanup()
 
     def _remove(self, worker: _Worker) -> None:
         if worker.process.is_alive() and worker.connection.closed is False:
@@ -205,6 +216,19 @@ class LocalWorkers:
         worker.process.join()
         worker.connection.close()
         self._workers.remove(worker)
+
+
+def _make_turns(slots: Sequence[Slot]) -> tempfile.TemporaryDirectory[str] | None:
+    """Make a folder for each device whose runs take turns, with a file for each turn."""
+    if all(slot.training is None for slot in slots):
+        return None
+    folder = tempfile.TemporaryDirectory(prefix="frostlab-turns-")
+    for slot in slots:
+        for number in range(slot.training or 0):
+            path = Path(folder.name, slot.device, str(number))
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+    return folder
 
 
 def _how_it_died(code: int | None) -> str:

@@ -1,11 +1,10 @@
 """The schema of a run's records: every key of its JSON files and of its events.
 
 The files are result.json, digests.json, data.json, predictions.json, samples.json and events.jsonl.
-All code reads them as the dataclasses of this module. `read_result`, `read_event` and
-`typed.read_object` parse text into them; an invalid file is refused with one line that names the
-key. To add, remove or rename a key, update docs/runs.md, of which a test checks the keys, and raise
-`SCHEMA`, unless records without a new key can still be read. In comments, `null` is JSON's null,
-which is None in Python, and units come first: `s` is seconds, `ms` milliseconds.
+`read_result`, `read_event` and `typed.read_object` parse their text into the dataclasses of this
+module; an invalid file is refused with one line that names the key. To add, remove or rename a key,
+update docs/runs.md, which a test checks, and raise `SCHEMA`, unless records without a new key can
+still be read. In comments, `null` is Python's None, `s` seconds and `ms` milliseconds.
 """
 
 import re
@@ -93,6 +92,7 @@ class WallClock:
     checkpoints: float  # s of copying tensors, waiting for writes, and stage changes
     report: float  # s of evaluating the best weights, and of waiting for the last checkpoint
     other: float  # s of the rest
+    turn: float = 0.0  # s of waiting until other runs of the queue left the device
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from frostlab.devices import (
 Lap = tuple[Any, Any]  # marks at the beginning and the end of a step
 OVERLAPPED = "overlapped"  # phase: host work while the device works, part of the training time
 SETUP = "setup"  # phase: building steps, not part of the total
+TURN = "turn"  # phase: waiting until other runs leave the device, not part of the total
 
 
 def process_began() -> float:
@@ -105,8 +106,14 @@ class Stopwatch:
     @contextmanager
     def setup(self) -> Iterator[None]:
         """Count the time inside this context as setup, outside the total."""
+        with self.outside(SETUP):
+            yield
+
+    @contextmanager
+    def outside(self, name: str) -> Iterator[None]:
+        """Count the time inside this context as a phase that is not part of the total."""
         self.stop()
-        with self.phase(SETUP, device=True):
+        with self.phase(name, device=True):
             yield
         self.start()
 
@@ -171,7 +178,7 @@ class Stopwatch:
 
 def training_seconds(seconds: dict[str, float]) -> float:
     """Return the seconds of training: the total without the phases that training waited for."""
-    left_out = ("total", OVERLAPPED, SETUP)
+    left_out = ("total", OVERLAPPED, SETUP, TURN)
     waited = sum(spent for name, spent in seconds.items() if name not in left_out)
     return seconds.get("total", 0.0) - waited
 

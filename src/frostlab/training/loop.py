@@ -24,6 +24,7 @@ from frostlab.flow.measurements import parts_event
 from frostlab.flow.probe import own_gradient
 from frostlab.flow.tensors import local
 from frostlab.flow.watch import LiveFlow, watch
+from frostlab.launcher import Turn
 from frostlab.recipe.settings import Every
 from frostlab.records.checkpoint import (
     Checkpoint,
@@ -33,7 +34,7 @@ from frostlab.records.checkpoint import (
 )
 from frostlab.storage import file_digest, load_tensors, plain_tensors, save_tensors
 from frostlab.surgery.freeze import frozen_tensors
-from frostlab.timing.clock import Stopwatch
+from frostlab.timing.clock import TURN, Stopwatch
 from frostlab.training.batches.batch import Batch, order_digest
 from frostlab.training.distributed import Compute, full_tensor, place_like, reshard
 from frostlab.training.evaluate import evaluate
@@ -55,6 +56,7 @@ from frostlab.training.treatment import count_parameters
 # Fewest steps between two evaluations that write histograms; at a stage's last step, histograms
 # are always written.
 _HISTOGRAM_STEPS = 100
+_TURN_SECONDS = 0.02  # between two attempts to take a turn
 
 
 class Stopped(Exception):
@@ -73,18 +75,19 @@ def train(
     clock.start()
     state = {} if resumed is None else resumed.optimizer()  # the optimizer's tensors
     should_stop = StopRequest(context.asked_to_stop, context.compute)
-    while True:
-        step_once = _train_stage(context, progress, clock, state, should_stop)
-        progress.seconds = clock.seconds
-        if progress.stage == len(context.stages) - 1:
-            break
-        with clock.phase("checkpoint", device=True):
-            wait_for_checkpoints(context)
+    with Turn() as turn:
+        while True:
+            step_once = _train_stage(context, progress, clock, state, should_stop, turn)
             progress.seconds = clock.seconds
-            state = next_stage(context, progress, step_once)
-            del step_once
-            gc.collect()  # frees the old model, which is part of reference cycles
-        _save_checkpoint(context, progress, clock, state)
+            if progress.stage == len(context.stages) - 1:
+                break
+            with clock.phase("checkpoint", device=True):
+                wait_for_checkpoints(context)
+                progress.seconds = clock.seconds
+                state = next_stage(context, progress, step_once)
+                del step_once
+                gc.collect()  # frees the old model, which is part of reference cycles
+            _save_checkpoint(context, progress, clock, state)
     clock.stop()
     progress.seconds = clock.seconds
 
@@ -95,10 +98,12 @@ def _train_stage(
     clock: Stopwatch,
     state: dict[str, Tensor],
     should_stop: "StopRequest",
+    turn: Turn,
 ) -> EagerStep:
     """Train a stage to its end or to early stopping; return its step object.
 
-    `state` holds the optimizer's tensors to start from; it may be empty.
+    `state` holds the optimizer's tensors to start from; it may be empty. The first step waits for
+    this run's turn.
     """
     recipe, compute, world = context.recipe, context.compute, context.world
     arguments = (context.current, recipe, context.prepared, context.task, compute)
@@ -126,6 +131,9 @@ def _train_stage(
         if prepares_kernels(compute.device):  # so that no timed evaluation loads kernels
             _evaluate(context, _selecting_split(context), most=1)
         watch_stage(context, progress, step_once)
+    if not turn.take():
+        with clock.outside(TURN):
+            _wait_for_turn(context, turn)
     epoch_began = clock.training_seconds() - progress.epoch_seconds
     recorded_reason, histograms_from = "", 0
     with closing(step_once), StepLog(step_once, clock, world, context.folder) as log:
@@ -194,6 +202,14 @@ def _train_stage(
         _check_order(context, progress)
     clock.wait_for_device()
     return step_once
+
+
+def _wait_for_turn(context: RunContext, turn: Turn) -> None:
+    """Wait until fewer other runs of the queue train; raise `Stopped` if asked to stop."""
+    while not turn.take():
+        if context.asked_to_stop():
+            raise Stopped
+        time.sleep(_TURN_SECONDS)
 
 
 def _check_order(context: RunContext, progress: Progress) -> None:

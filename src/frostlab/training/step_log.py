@@ -28,6 +28,7 @@ from frostlab.records.schema import WallClock as WallRecord
 from frostlab.timing.clock import (
     OVERLAPPED,
     SETUP,
+    TURN,
     Lap,
     Stopwatch,
     WallClock,
@@ -189,6 +190,7 @@ def wall_record(wall: WallClock, watch: Stopwatch) -> WallRecord:
         "validation": phases.get("validation", 0.0),
         "checkpoints": phases.get("checkpoint", 0.0),
         "report": parts.get("report", 0.0),
+        "turn": phases.get(TURN, 0.0),
     }
     total, rounded = round(wall.total, 4), {key: round(s, 4) for key, s in seconds.items()}
     return WallRecord(total=total, **rounded, other=round(total - sum(rounded.values()), 4))
