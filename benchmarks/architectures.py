@@ -38,6 +38,7 @@ RULED_OUT = {
     "doge": ("values",),  # values also make the mask
     # a batch norm shifts queries, keys and values; an activation function follows the values
     "levit": ("scores", "heads", "values"),
+    "vits": ("values",),  # terms for positions are added to the weighted values
 }
 
 
