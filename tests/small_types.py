@@ -150,6 +150,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bridgetower": {  # a head of its vision model has 64 numbers
         "hidden_size": 128, "text_config.hidden_size": 128, "vision_config.hidden_size": 128,
     },
+    "timesfm": {"context_length": 128},  # a patch of the series has 32 numbers
+    "timesfm2_5": {"context_length": 128},
     "swin": {"image_size": 64, "window_size": 2},
     "donut-swin": {"image_size": 64, "window_size": 2},
     "layoutlmv3": {"input_size": 32, "patch_size": 8, "coordinate_size": 6, "shape_size": 4},

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 
 from frostlab.errors import BadInput, UnknownArchitecture, first_line
 from frostlab.roles.parts import ATTENTION_INPUTS, Heads, Place, Rows, Slot
@@ -35,6 +36,7 @@ from frostlab.roles.tracing.verify import Unsteady, verify
 _LARGE = 300_000_000  # parameters from which a small copy is probed instead, if there is one
 _SMALL = 1 << 16  # parameters of a copy with at most this many entries get noise
 _MOST_CALLS = 12  # most guesses of inputs that are tried
+_RECOMPUTED = "its layers are recomputed, so they are not seen; turn torch.utils.checkpoint off"
 _SCANS = {"Cumsum", "Cumprod", "Logcumsumexp"}
 
 
@@ -175,6 +177,8 @@ def _find(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
     call, trace = _first_pass(watched, batch)
     try:
         return _roles_in(model, slots, watched, call, trace)
+    except CheckpointError as error:
+        raise Indescribable(_RECOMPUTED) from error
     except Unsteady:  # earlier passes may have filled a cache, of the copy or of its class
         watched = watched_copy(model)
         return _roles_in(model, slots, watched, call, traced(watched, call))
@@ -187,6 +191,8 @@ def _roles_in(
     graph = Graph(trace)
     attentions = Attentions(graph)
     if not attentions.found:
+        if any(graph.kind(node) == "CheckpointFunction" for node in graph.nodes):
+            raise Indescribable(_RECOMPUTED)
         used = {use.parameter for use in trace.uses.values()}
         unused = [s.name for s in slots if not any(id(p.parameter) in used for p in s.pieces)]
         raise Indescribable(
