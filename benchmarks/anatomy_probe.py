@@ -1,8 +1,9 @@
-"""Time the reading of models by evidence, and count what it says on the labelled truth.
+"""Time the reading of models by evidence, count what it says on the labelled truth, and freeze.
 
     python benchmarks/anatomy_probe.py time     # 12 layers with values, and large models on meta
     python benchmarks/anatomy_probe.py truth    # every labelled case of tests/labelled
     PYTHONPATH=.outside python benchmarks/anatomy_probe.py truth   # and those of `make outside`
+    python benchmarks/anatomy_probe.py freeze   # query and key of 50 types, 20 steps
 
 A line of JSON per measurement. Times are of the processor, with one thread, and of the clock.
 """
@@ -10,6 +11,7 @@ A line of JSON per measurement. Times are of the processor, with one thread, and
 import resource
 import sys
 import time
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 from torch import nn
 
 from common import report
+from frostlab.errors import first_line
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -35,6 +38,8 @@ def main() -> None:
         times()
     elif sys.argv[1:] == ["truth"]:
         truth()
+    elif sys.argv[1:] == ["freeze"]:
+        freeze()
     else:
         raise SystemExit(__doc__)
 
@@ -104,6 +109,25 @@ def truth() -> None:
         if differing or case.refused:
             report("anatomy truth", {"case": name, "wrong": differing[:3] or ["was not refused"]})
     report("anatomy truth", {"cases": len(cases), **counts, "labels": labels, "wrong": wrong})
+
+
+def freeze() -> None:
+    """Freeze query and key of the drawn types and train 20 steps of AdamW with weight decay.
+
+    A type whose counts are not exact, whose frozen bits moved or whose other parameters with a
+    gradient did not move has a line that says so. Parameters without a gradient are listed.
+    """
+    from freezing import DRAWN, STEPS, check_training, working_call
+    from small_types import small_model
+
+    for kind in DRAWN:
+        model = small_model(kind)
+        line: dict[str, Any] = {"type": kind, "steps": STEPS}
+        try:
+            outcome = check_training(model, working_call(model), "query", "key")
+            report("anatomy freezing", {**line, "right": True, **asdict(outcome)})
+        except AssertionError as error:
+            report("anatomy freezing", {**line, "right": False, "why": first_line(error)})
 
 
 if __name__ == "__main__":

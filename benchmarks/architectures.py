@@ -5,7 +5,10 @@ evidence, even where a table describes the type, and `invariances.py` holds the 
 not change in the model's outputs. A process reads one type after another; one that crashes, takes
 longer than a minute or needs more than 6 GB costs one row.
 
-    python benchmarks/architectures.py [--out architectures.jsonl] [--types bert gpt2] [--docs]
+    python benchmarks/architectures.py [--out architectures.jsonl] [--docs]
+    python benchmarks/architectures.py --types mimi vits --seconds 600 --gigabytes 12  # again
+
+With `--types`, the rows of those types are replaced and the others in the file stay.
 """
 
 import argparse
@@ -26,15 +29,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
-SECONDS, BYTES = 60, 6 << 30
+SECONDS, GIGABYTES = 60, 6
 DOCS = ROOT / "docs" / "architectures-table.md"
 Row = dict[str, Any]
 # Checks that a type's own forward pass rules out, as was found by reading it.
 RULED_OUT = {
+    "bridgetower": ("outputs",),  # it always returns the weights of its attentions, too
     "convbert": ("scores", "heads", "values"),  # queries also steer a convolution beside attention
     "doge": ("values",),  # values also make the mask
     # a batch norm shifts queries, keys and values; an activation function follows the values
     "levit": ("scores", "heads", "values"),
+    "vits": ("values",),  # terms for positions are added to the weighted values
 }
 
 
@@ -138,7 +143,10 @@ def _judged(kind: str, model: Any, anatomy: Any) -> Row:
         "values" in outcome.passed or "values" in RULED_OUT.get(kind, ())
     ):
         return row | {"verdict": "right"}
-    return row | {"verdict": "read, unconfirmed", "why": f"without {', '.join(outcome.without)}"}
+    return row | {
+        "verdict": "read, unconfirmed",
+        "why": f"outputs do not show {', '.join(outcome.without)}",
+    }
 
 
 def _longer(call: Any) -> Any:
@@ -152,13 +160,13 @@ def _longer(call: Any) -> Any:
     return type(call)(call.args, longer)
 
 
-def work() -> None:
+def work(gigabytes: int) -> None:
     """Read types from standard input and write their rows, one line each."""
     import warnings
 
     import torch
 
-    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (gigabytes << 30, gigabytes << 30))
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     out, sys.stdout = sys.stdout, sys.stderr
@@ -173,8 +181,9 @@ def work() -> None:
 class Worker:
     """A process that measures one type after another."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, __file__, "--worker"]
+    def __init__(self, gigabytes: int) -> None:
+        self.gigabytes = gigabytes
+        command = [sys.executable, __file__, "--worker", "--gigabytes", str(gigabytes)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             text=True,
@@ -205,7 +214,7 @@ class Worker:
     def is_full(self) -> bool:
         """Return whether the process holds half of the memory that it may use."""
         pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[0]
-        return int(pages) * resource.getpagesize() > BYTES // 2
+        return int(pages) * resource.getpagesize() > self.gigabytes << 29
 
     def end(self) -> None:
         if self.process.stdin is not None:
@@ -213,15 +222,15 @@ class Worker:
         self.process.wait()
 
 
-def rows(kinds: Sequence[str]) -> Iterator[Row]:
+def rows(kinds: Sequence[str], seconds: int, gigabytes: int) -> Iterator[Row]:
     """Yield the row of each type; a process that ended, or is full, is replaced."""
-    worker, fresh = Worker(), True
+    worker, fresh = Worker(gigabytes), True
     for kind in kinds:
-        yield worker.measure(kind, SECONDS + 60 * fresh)  # the first import takes its time
+        yield worker.measure(kind, seconds + 60 * fresh)  # the first import takes its time
         fresh = worker.process.poll() is not None or worker.is_full()
         if fresh:
             worker.end()
-            worker = Worker()
+            worker = Worker(gigabytes)
     worker.end()
 
 
@@ -258,22 +267,25 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("architectures.jsonl"))
     parser.add_argument("--types", nargs="*")
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="limit for each type")
+    parser.add_argument("--gigabytes", type=int, default=GIGABYTES, help="limit of the process")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
-        work()
+        work(given.gigabytes)
         return
-    found = []
-    with given.out.open("w") as file:
-        for row in rows(given.types or types()):
-            found.append(row)
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            print(row["type"], row["verdict"], row.get("why", ""), flush=True)
-    print(summary(found))
+    found: dict[str, Row] = {}
+    if given.types is not None and given.out.exists():
+        read = map(json.loads, given.out.read_text().splitlines())
+        found = {row["type"]: row for row in read}
+    for row in rows(given.types or types(), given.seconds, given.gigabytes):
+        found[row["type"]] = row
+        given.out.write_text("".join(f"{json.dumps(row)}\n" for row in found.values()))
+        print(row["type"], row["verdict"], row.get("why", ""), flush=True)
+    print(summary(list(found.values())))
     if given.docs:
-        DOCS.write_text("\n".join(table(found)) + "\n")
+        DOCS.write_text("\n".join(table(list(found.values()))) + "\n")
 
 
 if __name__ == "__main__":

@@ -147,6 +147,11 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "sam": {"vision_config.output_channels": 32, "vision_config.num_pos_feats": 16},
     "sam_hq": {"vision_config.output_channels": 32, "vision_config.num_pos_feats": 16},
     "deepseek_v2": {"num_experts_per_tok": 2, "num_key_value_heads": 4},
+    "bridgetower": {  # a head of its vision model has 64 numbers
+        "hidden_size": 128, "text_config.hidden_size": 128, "vision_config.hidden_size": 128,
+    },
+    "timesfm": {"context_length": 128},  # a patch of the series has 32 numbers
+    "timesfm2_5": {"context_length": 128},
     "swin": {"image_size": 64, "window_size": 2},
     "donut-swin": {"image_size": 64, "window_size": 2},
     "layoutlmv3": {"input_size": 32, "patch_size": 8, "coordinate_size": 6, "shape_size": 4},

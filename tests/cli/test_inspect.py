@@ -200,3 +200,61 @@ def test_a_bad_config_is_refused_in_one_line(
     assert (done.returncode, done.stdout) == (2, ""), done.stderr[-500:]
     assert done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith(f"frostlab: {tmp_path}")
+
+
+ATTENTION = """
+import torch
+from torch import nn
+
+class Own(nn.Module):
+    def __init__(self, attends=True):
+        super().__init__()
+        self.attends = attends
+        self.embed = nn.Embedding(50, 16)
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        weights = (self.query(x) @ self.key(x).mT).softmax(-1)
+        return weights @ self.value(x) if self.attends else x
+
+class Asks(Own):
+    def forward(self, graph):
+        return super().forward(graph["ids"])
+
+def whole(): return Own()
+def compiled(): return torch.compile(Own())
+def without(): return nn.Sequential(nn.Linear(4, 4))
+def never(): return Own(attends=False)
+def asks(): return Asks()
+def quantised(): return Own().to(torch.float8_e4m3fn)
+def traced(): return torch.jit.trace(Own(), torch.arange(6)[None])
+"""
+
+
+@pytest.mark.parametrize("name", ["whole", "compiled"])
+def test_inspect_a_model_of_a_file(name: str, tmp_path: Path, in_this_process: Command) -> None:
+    (tmp_path / "own.py").write_text(ATTENTION)
+    result = in_this_process("inspect", f"{tmp_path}/own.py:{name}")
+    assert result.returncode == 0, result.stderr
+    assert "query.weight" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("without", "Sequential: its forward pass has no attention"),
+        ("never", "if an attention does, pass a batch that reaches it"),
+        ("asks", "cannot guess `graph` of Asks.forward: pass a small batch"),
+        ("quantised", "embed.weight is quantised (float8_e4m3fn)"),
+        ("traced", "it is compiled by TorchScript"),
+    ],
+)
+def test_a_model_of_a_file_that_cannot_be_read(
+    name: str, message: str, tmp_path: Path, in_this_process: Command
+) -> None:
+    (tmp_path / "own.py").write_text(ATTENTION)
+    result = in_this_process("inspect", f"{tmp_path}/own.py:{name}")
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1

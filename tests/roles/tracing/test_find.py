@@ -1,6 +1,7 @@
 """Roles found by evidence, against tables, against labels, and where the evidence does not do."""
 
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -131,25 +132,40 @@ class Wants(Attends):
         return self.mix(self.embed(ids[graph["order"]]))
 
 
+class Warns(Wants):
+    def forward(self, graph: Any, ids: Tensor) -> Tensor:  # type: ignore[override]
+        warnings.warn("a guess is odd", stacklevel=1)
+        return super().forward(graph, ids)
+
+
 class Fails(Attends):
     def forward(self, ids: Tensor) -> Tensor:
         raise RuntimeError("no such weather")
 
 
 class Bytes(Attends):
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.int8) -> None:
         super().__init__()
-        whole = torch.zeros(16, 16, dtype=torch.int8)
+        whole = torch.zeros(16, 16).to(dtype)
         self.key.weight = nn.Parameter(whole, requires_grad=False)
 
 
+class EightBits(Bytes):
+    def __init__(self) -> None:
+        super().__init__(torch.float8_e4m3fn)
+
+
 BAD: dict[str, tuple[type[nn.Module], str]] = {
-    "no attention": (lambda: nn.Sequential(nn.Linear(4, 4)), "has no attention"),  # type: ignore[dict-item]
-    "never called": (Skips, "has no attention"),
+    "no attention": (lambda: nn.Sequential(nn.Linear(4, 4)), "product with a third)"),  # type: ignore[dict-item]
+    "never called": (
+        Skips,
+        "did not use `query.weight`, `query.bias`, `key.weight`, …: if an attention does, pass a",
+    ),
     "another way": (Turns, "rows of"),
     "inputs nobody can guess": (Wants, "cannot guess `graph` of Wants.forward: pass a small batch"),
     "a forward that fails": (Fails, "RuntimeError: no such weather"),
     "quantised": (Bytes, "key.weight is quantised (int8)"),
+    "floats of eight bits": (EightBits, "key.weight is quantised (float8_e4m3fn)"),
 }
 
 
@@ -160,6 +176,14 @@ def test_bad_models_end_in_one_clear_line(case: str) -> None:
         fl.anatomy(make())
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_guesses_that_fail_do_not_warn() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with pytest.raises(fl.UnknownArchitecture):
+            fl.anatomy(Warns())
+    assert seen == []
 
 
 def test_a_batch_takes_another_way_than_a_guess() -> None:

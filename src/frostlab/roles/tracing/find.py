@@ -5,12 +5,14 @@ changing rows (`verify`), and gives the other parameters roles by their places i
 whose evidence contradicts itself is refused.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 
 from frostlab.errors import BadInput, UnknownArchitecture, first_line
 from frostlab.roles.parts import ATTENTION_INPUTS, Heads, Place, Rows, Slot
@@ -34,6 +36,7 @@ from frostlab.roles.tracing.verify import Unsteady, verify
 _LARGE = 300_000_000  # parameters from which a small copy is probed instead, if there is one
 _SMALL = 1 << 16  # parameters of a copy with at most this many entries get noise
 _MOST_CALLS = 12  # most guesses of inputs that are tried
+_RECOMPUTED = "its layers are recomputed, so they are not seen; turn torch.utils.checkpoint off"
 _SCANS = {"Cumsum", "Cumprod", "Logcumsumexp"}
 
 
@@ -98,7 +101,7 @@ def _refuse_unseen(model: nn.Module) -> None:
     quantised = {
         name: str(parameter.dtype).removeprefix("torch.")
         for name, parameter in model.named_parameters()
-        if parameter.ndim > 1 and not parameter.is_floating_point()
+        if parameter.ndim > 1 and (not parameter.is_floating_point() or parameter.itemsize == 1)
     }
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -174,6 +177,8 @@ def _find(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
     call, trace = _first_pass(watched, batch)
     try:
         return _roles_in(model, slots, watched, call, trace)
+    except CheckpointError as error:
+        raise Indescribable(_RECOMPUTED) from error
     except Unsteady:  # earlier passes may have filled a cache, of the copy or of its class
         watched = watched_copy(model)
         return _roles_in(model, slots, watched, call, traced(watched, call))
@@ -186,9 +191,13 @@ def _roles_in(
     graph = Graph(trace)
     attentions = Attentions(graph)
     if not attentions.found:
+        if any(graph.kind(node) == "CheckpointFunction" for node in graph.nodes):
+            raise Indescribable(_RECOMPUTED)
+        used = {use.parameter for use in trace.uses.values()}
+        unused = [s.name for s in slots if not any(id(p.parameter) in used for p in s.pieces)]
         raise Indescribable(
             "its forward pass has no attention (a product of two activations, a softmax and a "
-            "product with a third); if it has one with other inputs, pass a batch of those"
+            "product with a third)" + _pass_another(unused)
         )
     owners = _owners(slots)
     names = {key: slot.name for key, (slot, _) in owners.items()}
@@ -227,6 +236,14 @@ def _roles_in(
     _name_first_norms(placements, layers)
     _refuse_without_history(graph, slots, placements)
     return Found(placements, len(attentions.found), passes, tuple(unreached), pairs)
+
+
+def _pass_another(unused: Sequence[str]) -> str:
+    """Ask for a batch that reaches the parameters that a pass without attention did not use."""
+    if not unused:
+        return ""
+    names = ", ".join(f"`{name}`" for name in unused[:3]) + (", …" if len(unused) > 3 else "")
+    return f"; it did not use {names}: if an attention does, pass a batch that reaches it"
 
 
 def _refuse_without_history(
@@ -284,7 +301,10 @@ def _first_pass(model: nn.Module, batch: Any) -> tuple[Call, Trace]:
         if number >= _MOST_CALLS:
             break
         try:
-            trace = traced(model, call)
+            with warnings.catch_warnings():
+                if batch is None:
+                    warnings.simplefilter("ignore")  # of a guess that may not fit
+                trace = traced(model, call)
             if trace.outputs:
                 again = traced(model, call)  # caches are filled now, as in all later passes
                 # If the second pass uses other parameters, as with cached results, take the first.

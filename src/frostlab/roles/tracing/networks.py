@@ -82,7 +82,7 @@ class Networks:
 
     def set(self, use: Use, role: str) -> None:
         taken = use.parameter in self.claimed or id(use.alias) in self.graph.trace.norms
-        if not taken and use.parameter not in self.roles:
+        if not taken and not self.roles.get(use.parameter):
             role = "recurrent" if self.recurrent(use.parameter) else role
             self.roles[use.parameter] = {role: torch.ones(1, dtype=torch.bool)}
 

@@ -6,6 +6,7 @@ attention is an embedding or a position, what comes after all of them the head.
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,8 +30,11 @@ _WEIGHTS = {"Softmax", "SafeSoftmax", "Sigmoid"}
 _PARTS = {"Select", "Unbind", "Split", "SplitWithSizes", "Slice", "Index"}
 
 
+@dataclass
 class Around(Networks):
     """Finds the roles of all parameters that no attention claims."""
+
+    pooling: set[Node] = field(default_factory=set)  # projections that weigh tokens
 
     def find(self) -> None:
         """Read every contraction, then the parameters that are only added or multiplied."""
@@ -78,8 +82,9 @@ class Around(Networks):
                     for use in self.graph.uses_below(activation.node):
                         self.set(use, "position")
             for use in attention.added:
-                scales = meets(self.graph, use) in ("Mul", "Div")  # such as a temperature
-                self.set(use, "other" if scales else "position")
+                # Other scores are multiplied by a temperature, or joined with those of a sink.
+                apart = meets(self.graph, use) in ("Mul", "Div", "Cat")
+                self.set(use, "other" if apart else "position")
 
     def _position_network(self, last: Contraction) -> list[Contraction]:
         """Return the earlier projections of a network that computes scores from positions alone."""
@@ -266,11 +271,42 @@ class Around(Networks):
         elif inside:
             self.give(contraction, "router" if self._chooses(contraction) else "other")
         elif not self._reaches_attention(contraction.node):
-            self.give(contraction, "gate" if self._only_scales(contraction) else "head")
+            if self._weighs_tokens(contraction):
+                self.pooling.add(contraction.node)
+                self.give(contraction, "other")
+            elif not self._follows_attention(contraction):  # such as the time in a diffusion model
+                self.give(contraction, "other")
+            else:
+                self.give(contraction, "gate" if self._only_scales(contraction) else "head")
         elif not self._follows_attention(contraction):
             self.give(contraction, "other" if self._only_scales(contraction) else "embedding")
         else:
             self.give(contraction, "other")
+
+    def _weighs_tokens(self, contraction: Contraction) -> bool:
+        """Return whether a projection makes the weights of a sum, as in attention pooling.
+
+        A softmax follows, or a projection of which this is true, and then a product with an
+        activation that is not computed from this projection.
+        """
+        graph = self.graph
+
+        def stop(node: Node) -> bool:
+            return graph.contraction(node) is not None
+
+        after = list(graph.after([contraction.node], stop))
+        later = {node for node, stopped in after if stopped}
+        softmaxes = [node for node, stopped in after if not stopped and graph.is_softmax(node)]
+        if not softmaxes:
+            return bool(later) and later <= self.pooling  # the last projections are read first
+        own = {contraction.node, *(node for node, _ in after)}
+        for node, stopped in graph.after(softmaxes, stop):
+            if not stopped and (graph.kind(node) == "Mul" or graph.is_product(node)):
+                edges = [graph.edge(node, index) for index in (0, 1)]
+                others = [e.node for e in edges if e is not None and e.node not in own]
+                if any(not graph.weight_only(other) for other in others):
+                    return True
+        return False
 
     def _only_scales(self, contraction: Contraction) -> bool:
         """Return whether a projection only makes factors for other activations."""
