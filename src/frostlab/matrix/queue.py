@@ -17,7 +17,7 @@ from frostlab.storage import is_locked
 
 _POLL_SECONDS = 0.2  # how often signals and requests are looked for
 _DISK_SECONDS = 2.0  # between two attempts to write to a disk that was full or read-only
-_MOST_BLOCKED = 100  # attempts of one task that a full or read-only disk may end
+_MOST_BLOCKED = 100  # largest number of attempts at a task that fail because the disk is full or read-only
 _ATTEMPTS = 2  # a crash is retried once
 Ended = tuple[Task, Outcome]
 

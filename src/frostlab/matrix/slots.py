@@ -120,7 +120,7 @@ def free_devices(names: Sequence[str], chosen: bool, when_idle: bool) -> list[st
 
 
 def taken_by(device: str) -> str | None:
-    """Return who uses a GPU besides this program, in words; None if nobody does."""
+    """Describe which other programs use a GPU; return None if there are none."""
     if device == "cpu" or (use := gpu_use(device)) is None:
         return None
     used = f"{use.memory_used / 1e9:.1f} GB"

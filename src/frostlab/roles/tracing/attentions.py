@@ -21,8 +21,9 @@ from frostlab.roles.tracing.trace import Use
 
 SIDES = ("query", "key", "value")
 _DISTANCES = ("Cdist", "EuclideanDist")
-_DEPTH = 3  # most projections, one after another, that are followed back from a side
-# With one activation among their inputs, these may come between the softmax and the values.
+_DEPTH = 3  # longest chain of projections that is followed back from a side
+# Operations that may stand between a softmax and its product with the values, if only one of their
+# inputs is an activation.
 _ONE_SIDED = {"Mul", "Div", "Add", "Sub", "MaskedFill", "Where", "NativeDropout", "Addcmul"}
 SHAPES = {
     "View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute", "T", "Expand", "Squeeze",
@@ -59,12 +60,16 @@ class Factor:
 
 @dataclass(eq=False)
 class Attention:
-    """One execution of an attention; if its scores are a sum of products, one of these."""
+    """One execution of an attention.
+
+    If the scores are a sum of several products, each product is an Attention of its own, and only
+    one of them has the values.
+    """
 
     sides: dict[str, Side]
     core: Node  # the node whose operands are the query and the key
-    place: int  # number of the node of the softmax or of the fused attention
-    result: Node  # the product with the values; `core` if another Attention has the values
+    place: int  # the softmax's number in the order of the graph, or that of the fused attention
+    result: Node  # the product with the values; `core` if this one has no values
     position: list[Contraction] = field(default_factory=list)  # projections of positions
     added: list[Use] = field(default_factory=list)  # parameters that shift or scale the scores
     lookups: list[Contraction] = field(default_factory=list)  # contractions that enter the scores
@@ -435,7 +440,8 @@ class Attentions:
         def stop(node: Node) -> bool:
             return graph.contraction(node) is not None or graph.is_mixing(node)
 
-        # A first projection of a low-rank query may have other uses, too: what it is applied to.
+        # The first projection of a low-rank query can also feed other weights, so compare the
+        # inputs of this projection, too.
         first = [graph.contraction(node) for node in query.sources if node in graph.nodes]
         sources = query.sources.union(*(self._sources(c) for c in first if c and c.is_projection))
         nodes = [source for source in sources if source in graph.nodes]
@@ -444,7 +450,7 @@ class Attentions:
         return not self._summed(sources) & self._summed(key.sources)
 
     def _summed(self, sources: set[Node]) -> set[Node]:
-        """Return the sources or, of sums, their terms without positions: x instead of x + p."""
+        """Return the sources, but x for a sum x + p of an activation and positions."""
         graph = self.graph
         found = {source for source in sources if source not in graph.nodes}
         for source in sources & graph.nodes.keys():
@@ -470,7 +476,7 @@ class Attentions:
         return self._free[node]
 
     def is_hub(self, node: Node) -> bool:
-        """Return whether activations of different origins meet here and escape, as residuals do."""
+        """Return whether a node joins different activations and reaches an output, like a residual."""
         if node not in self._hubs:
             self._hubs[node] = (
                 self._free[node] and self.graph.activations(node) > 1 and self._has_origins(node)
@@ -543,7 +549,7 @@ class Attentions:
         return found
 
     def _ends(self, node: Node) -> bool:
-        """Return whether a walk back from a projection ends here, as where activations meet."""
+        """Return whether a walk back from a projection ends here, e.g. where activations meet."""
         graph = self.graph
         return (
             graph.contraction(node) is not None
@@ -560,7 +566,7 @@ class Attentions:
         return any(n in cores for n, _ in self.graph.after([node], lambda n: n in self.core))
 
     def _read_factors(self, attention: Attention) -> None:
-        """Find the earlier projections of low-rank sides: those that feed some sides, not all."""
+        """Find the first projections of low-rank sides: projections that feed some but not all sides."""
         graph = self.graph
         known: dict[Node, Factor] = {}
         for role, side in attention.sides.items():
@@ -590,6 +596,6 @@ class Attentions:
         attention.factors = [
             factor for factor in known.values()
             if len(factor.roles) < len(attention.sides)
-            # What keys and values of cross-attention share is a projection of the other sequence.
+            # A projection that keys and values of cross-attention share makes the other sequence.
             and not (attention.cross and factor.roles == {"key", "value"})
         ]  # fmt: skip

@@ -183,7 +183,7 @@ def _combined(claims: list[Claim], name: str, default: int) -> Finding:
                 )
     finding = Finding(axis, roles)
     for role, rows in roles.items():
-        # If claims differ along two axes, such as experts and heads, heads are not told apart.
+        # If claims differ along two axes, such as experts and heads, heads are not distinguished.
         partitions = _partitions(role, by_head) if len(divided) < 2 else []
         heads = {_heads(parts, rows) for parts in partitions}
         if _lie_elsewhere([claim for claim in claims if claim.role == role], axis):

@@ -251,7 +251,7 @@ def _refuse_without_history(
 
 
 def _silent(attentions: Attentions, findings: Mapping[int, Finding]) -> set[int]:
-    """Return ids of attentions' projections that no head claims, as where inputs are zeros."""
+    """Return ids of attentions' projections that no head claims, e.g. because their inputs are zeros."""
     return {
         use.parameter
         for attention in attentions.found for side in attention.sides.values()
@@ -287,7 +287,8 @@ def _first_pass(model: nn.Module, batch: Any) -> tuple[Call, Trace]:
             trace = traced(model, call)
             if trace.outputs:
                 again = traced(model, call)  # caches are filled now, as in all later passes
-                # If the second pass uses other parameters, as with cached results, take the first.
+                # The first pass may have filled a cache that the second reads instead of some
+                # parameters; then take the first.
                 differs = _parameters_used(again) != _parameters_used(trace)
                 return call, trace if differs else again
             raise TypeError("it returns no tensor that depends on its weights")

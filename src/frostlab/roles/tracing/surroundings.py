@@ -1,7 +1,7 @@
 """Roles of the weights around the attentions, from where they stand in the graph.
 
-The output projection is what the attention's result goes through first. What comes before every
-attention is an embedding or a position, what comes after all of them the head.
+The first projection of an attention's result is its output projection. Weights before all
+attentions are embeddings or positions, and weights after all attentions are the head.
 """
 
 import math
