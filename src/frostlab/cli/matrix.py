@@ -66,7 +66,7 @@ def matrix(
     slurm: Slurm = None,
     wait: Annotated[
         bool,
-        typer.Option("--wait", help="Wait until all runs have ended; do not train in the background."),
+        typer.Option("--wait", help="Wait for all runs to end; do not train in the background."),
     ] = False,
     add: Annotated[
         bool,

@@ -264,7 +264,7 @@ class TimingPlan(Strict):
     """The conditions that end the timing of the arms' steps (see `timing.interleave.StopRule`)."""
 
     seconds: Annotated[float, Field(gt=0)] = 60.0  # time limit
-    width: Annotated[float, Field(gt=0, lt=1)] = 0.01  # wanted width of each interval, relative to the ratio
+    width: Annotated[float, Field(gt=0, lt=1)] = 0.01  # wanted width of intervals ÷ ratio
 
 
 class Plan(Strict):

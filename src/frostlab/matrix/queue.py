@@ -16,8 +16,8 @@ from frostlab.records.index import LOCK
 from frostlab.storage import is_locked
 
 _POLL_SECONDS = 0.2  # how often signals and requests are looked for
-_DISK_SECONDS = 2.0  # between two attempts to write to a disk that was full or read-only
-_MOST_BLOCKED = 100  # largest number of attempts at a task that fail because the disk is full or read-only
+_DISK_SECONDS = 2.0  # wait between two attempts to write to a full or read-only disk
+_MOST_BLOCKED = 100  # most attempts at one task that fail because of a full or read-only disk
 _ATTEMPTS = 2  # a crash is retried once
 Ended = tuple[Task, Outcome]
 

@@ -16,10 +16,10 @@ _MOST_AT_ONCE = 256
 # with 5 at once under CUDA MPS. 5 without MPS (over 14.5 s) and 10 with it (over 11.7 s) were cut
 # off (docs/measurements.md).
 BEST_AT_ONCE = 5
-_MEMORY_SHARE = 0.9  # of the free memory that the runs of a device may need together
+_MEMORY_SHARE = 0.9  # share of the free memory that the runs of a device may use together
 _USED_BYTES = 1 << 30  # a GPU with more memory in use than this is taken
-_IDLE_SECONDS = 10.0  # between two looks at a GPU
-_MPS_SERVER = "nvidia-cuda-mps"  # MPS's server process, which is no user of a GPU
+_IDLE_SECONDS = 10.0  # time between two checks whether a GPU is idle
+_MPS_SERVER = "nvidia-cuda-mps"  # MPS's server process, which does not count as a user
 
 
 @dataclass(frozen=True)

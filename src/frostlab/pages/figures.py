@@ -561,8 +561,8 @@ def heat_maps(cells: Rows, arms: Sequence[str], title: str) -> Any:
 def trade_off(rows: Rows, arms: Sequence[str], x: str, y: str) -> Any:
     """Draw each arm's mean with its interval by the share of its parameters that trains.
 
-    Rows have arm, share_text, at (the share, shifted so that equal shares do not overlap), mean, low,
-    high and text.
+    Rows have arm, share_text, at (the share, moved so that equal shares do not overlap), mean,
+    low, high and text.
     """
     alt = _altair()
     domain = _window_of_means(rows, False)

@@ -245,7 +245,7 @@ class Result:
     weights_digest: str | None  # digest of the reported weights; null if unfinished
     order_digest: str  # digest of the examples of all steps, in order
     scores: dict[str, dict[str, Scores]] | None = None  # EEG: split → decoder → scores
-    runs_at_once: int = 1  # most runs that could share the device; if above 1, times cannot be compared
+    runs_at_once: int = 1  # most runs that could share the device; above 1, times do not compare
 
 
 @dataclass(frozen=True)

@@ -476,7 +476,7 @@ class Attentions:
         return self._free[node]
 
     def is_hub(self, node: Node) -> bool:
-        """Return whether a node joins different activations and reaches an output, like a residual."""
+        """Return whether a node joins activations and reaches an output, as a residual sum does."""
         if node not in self._hubs:
             self._hubs[node] = (
                 self._free[node] and self.graph.activations(node) > 1 and self._has_origins(node)
@@ -566,7 +566,7 @@ class Attentions:
         return any(n in cores for n, _ in self.graph.after([node], lambda n: n in self.core))
 
     def _read_factors(self, attention: Attention) -> None:
-        """Find the first projections of low-rank sides: projections that feed some but not all sides."""
+        """Find the first projections of low-rank sides: those that feed some but not all sides."""
         graph = self.graph
         known: dict[Node, Factor] = {}
         for role, side in attention.sides.items():

@@ -21,8 +21,8 @@ from frostlab.roles.tracing.trace import Use
 # an alias to a mask for each of its axes: the indices at which there is a gradient.
 Touched = dict[int, tuple[Tensor, ...]]
 Key = tuple[tuple[int, tuple[bytes, ...]], ...]  # a Touched as bytes, for comparisons
-_MOST_STARTS = 32  # most vectors of a side around which heads are searched for
-_LONG = 16  # along an axis longer than this, a few vectors may stand for all
+_MOST_STARTS = 32  # most vectors of a side from which the search for heads starts
+_LONG = 16  # along an axis longer than this, only some vectors are examined
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def touched(edge: GradientEdge, uses: Sequence[Use], seed: Tensor | None = None)
 def _touched_outputs(
     graph: Graph, edge: GradientEdge, contractions: Sequence[Contraction], seed: Tensor
 ) -> Touched:
-    """Do the same as `touched` for plain projections, but faster: use the gradients of their outputs.
+    """Do the same as `touched`, but faster: for plain projections, use their outputs' gradients.
 
     Column r of such an output is computed from row r of the weight and of the bias.
     """

@@ -31,7 +31,7 @@ from frostlab.roles.tracing.surroundings import Around
 from frostlab.roles.tracing.trace import Trace, traced, watched_copy
 from frostlab.roles.tracing.verify import Unsteady, verify
 
-_LARGE = 300_000_000  # parameters from which a small copy is probed instead, if there is one
+_LARGE = 300_000_000  # a model with more parameters is read from a small copy, if one can be built
 _SMALL = 1 << 16  # parameters of a copy with at most this many entries get noise
 _MOST_CALLS = 12  # most guesses of inputs that are tried
 _SCANS = {"Cumsum", "Cumprod", "Logcumsumexp"}
@@ -251,7 +251,7 @@ def _refuse_without_history(
 
 
 def _silent(attentions: Attentions, findings: Mapping[int, Finding]) -> set[int]:
-    """Return ids of attentions' projections that no head claims, e.g. because their inputs are zeros."""
+    """Return ids of attentions' projections that no head claims, such as those of zero inputs."""
     return {
         use.parameter
         for attention in attentions.found for side in attention.sides.values()
