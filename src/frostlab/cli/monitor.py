@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from frostlab.matrix.status import MatrixStatus
 
 _MOST_ROWS = 40  # rows that are shown without --all
-_LIVE_SECONDS = 1.0  # between two drawings
-_FOLLOW_SECONDS = 0.3  # between two looks at a log
+_LIVE_SECONDS = 1.0  # time between two drawings
+_FOLLOW_SECONDS = 0.3  # time between two checks of a log
 
 
 def status(

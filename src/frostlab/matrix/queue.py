@@ -75,7 +75,7 @@ class Queue:
         self._next_probe = 0.0
 
     def outcomes(self, tasks: Sequence[Task]) -> Generator[Ended, None, None]:
-        """Yield each task with its last outcome when it ends; after a stop, only those that ran.
+        """Yield each task with its last outcome when it ends; after a stop, skip tasks that wait.
 
         A second signal raises KeyboardInterrupt, and the running tasks are killed.
         """
@@ -106,7 +106,7 @@ class Queue:
             self.executor.close(kill=not done)
 
     def _start(self) -> None:
-        """Start tasks while there is room; leave folders alone that a dying process still holds."""
+        """Start tasks while there is room; skip folders that a dying process still locks."""
         if not self.waiting or not self.executor.free() or not self._disk_is_fine():
             return
         for task in list(self.waiting):
