@@ -103,11 +103,12 @@ def grow(
         layers: the number of new layers, which are inserted next to each other.
         at: the index of the first new layer, "top" or "bottom" (0).
         init: "identity" changes the model's outputs by at most 1e-6, relatively (1e-5 in a model
-            that no table describes); "random" uses the model's own initialisation and torch's
-            default generator; "copy" copies the layer below or, at the bottom, the layer above. If layers
-            end with a norm, as in BERT, "identity" moves the gain and bias of the norm below to the
-            last new norm; it is refused if there is no norm below, or if, on random tokens, the eps
-            of the norms would change the outputs by more than 8e-7.
+            that no table describes). "random" uses the model's own initialisation and torch's
+            default generator. "copy" copies the layer below or, at the bottom, the layer above.
+
+    If layers end with a norm, as in BERT, "identity" moves the gain and bias of the norm below to
+    the last new norm. It is refused if there is no norm below, or if the eps of the norms would
+    change the outputs by more than 8e-7; that is measured on random tokens.
     """
     refuse_wrapped(model, "grow")
     try:
