@@ -115,6 +115,11 @@ def test_the_gradient_flow_example_runs(capsys: pytest.CaptureFixture[str]) -> N
     assert "layers[2].up: not learning: it is missing from the optimizer" in out
 
 
+def test_the_document_of_the_api_has_every_public_name() -> None:
+    words = set(re.findall(r"\w+", (ROOT / "docs/api.md").read_text()))
+    assert set(fl.__all__) - words == set()
+
+
 def test_the_readme_names_every_command() -> None:
     from frostlab.cli.main import app
 
