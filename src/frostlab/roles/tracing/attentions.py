@@ -60,11 +60,7 @@ class Factor:
 
 @dataclass(eq=False)
 class Attention:
-    """One execution of an attention.
-
-    If the scores are a sum of several products, each product is an Attention of its own, and only
-    one of them has the values.
-    """
+    """One execution of an attention; if scores are a sum of products, there is one for each."""
 
     sides: dict[str, Side]
     core: Node  # the node whose operands are the query and the key

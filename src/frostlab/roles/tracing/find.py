@@ -59,9 +59,10 @@ class Found:
 
     placements: dict[str, tuple[Measured, Place]]
     attentions: int
-    passes: int  # of the test
-    unreached: tuple[str, ...]  # parameters whose role nothing shows
-    attention_names: tuple[tuple[list[str], list[str]], ...] = ()  # projections, outputs of each
+    passes: int  # number of forward passes of the test
+    unreached: tuple[str, ...]  # parameters whose role the passes do not show
+    # names of each attention's projections, and of its output projections
+    attention_names: tuple[tuple[list[str], list[str]], ...] = ()
     copied: bool = False  # whether a small copy of the model was probed
 
 

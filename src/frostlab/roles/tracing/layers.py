@@ -59,7 +59,7 @@ class Layers:
         self._add_side_lists(names, runs)
 
     def _add_side_lists(self, names: Sequence[str], runs: Mapping[str, Sequence[int]]) -> None:
-        """Give modules in lists that run in turn with the layers, such as norms, their numbers."""
+        """Count modules of other lists, such as norms, as parts of the layers if both alternate."""
         lists: dict[str, set[int]] = {}
         for name in names:
             segments = name.split(".")
