@@ -44,7 +44,7 @@ class Side:
     feature_axis: int
     contractions: list[Contraction] = field(default_factory=list)
     bare: list[Use] = field(default_factory=list)  # parameters used without a projection
-    sources: set[Node] = field(default_factory=set)  # where its projections' inputs come from
+    sources: set[Node] = field(default_factory=set)  # nodes that its projections' inputs come from
     groups: list[Group] = field(default_factory=list)
     factors: dict[int, "Factor"] = field(default_factory=dict)  # node id → earlier projection
 
@@ -216,7 +216,7 @@ class Attentions:
         )
 
     def _escaping(self) -> dict[Node, bool]:
-        """Return node → whether its value reaches an output without going through a core."""
+        """Return node → whether its value reaches an output without passing an attention's core."""
         graph = self.graph
         free: dict[Node, bool] = {}
         leaves = [node for node in graph.order if not node.next_functions]
@@ -324,7 +324,7 @@ class Attentions:
         if not whole and hidden:
             raise UnknownArchitecture(
                 f"{self._where(softmax)} computes the queries or the keys of an attention without "
-                "gradients, or as a mean, so where they come from is not seen"
+                "gradients, or as a mean, so it is not clear which weights they come from"
             )
         if not whole:
             return []
@@ -336,7 +336,7 @@ class Attentions:
             if not sums_along(softmax, value_product):
                 raise UnknownArchitecture(
                     f"{self._where(softmax)} has a softmax along one axis and sums the values "
-                    "along another, so which side is the query cannot be told"
+                    "along another, so it is not clear which side is the query"
                 )
             axis = len(shape_at(edge)) - (1 if operand == 0 else 2)
             value = Side("value", edge, 1 - operand, axis)
@@ -390,7 +390,7 @@ class Attentions:
         return found
 
     def _projections(self, start: GradientEdge | Node) -> set[Node]:
-        """Return the nearest contractions before a value, none from before an attention's core."""
+        """Return the nearest contractions before a value; the walk stops at cores."""
         graph = self.graph
 
         def stop(node: Node) -> bool:
@@ -419,7 +419,7 @@ class Attentions:
         if made is not None and not side.contractions and self._projections(made):
             raise UnknownArchitecture(
                 f"{self._where(made)} computes the {side.role} of an attention as a product of two "
-                "computed matrices, so its weights cannot be told"
+                "computed matrices, so it is not clear which weights it comes from"
             )
 
     def _is_cross(self, attention: Attention) -> bool:
@@ -592,6 +592,6 @@ class Attentions:
         attention.factors = [
             factor for factor in known.values()
             if len(factor.roles) < len(attention.sides)
-            # A projection that keys and values of cross-attention share makes the other sequence.
+            # In cross-attention, a projection of keys and values prepares the other sequence.
             and not (attention.cross and factor.roles == {"key", "value"})
         ]  # fmt: skip

@@ -104,8 +104,8 @@ def _refuse_unseen(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise Indescribable(
-                "it is compiled by TorchScript, so its forward pass is not seen; pass the model "
-                "that it was made from"
+                "it is compiled by TorchScript, so its forward pass cannot be watched; pass the "
+                "model that it was made from"
             )
         if type(module).__module__.startswith("torch.ao.nn.quantized"):
             quantised[name] = type(module).__name__
@@ -235,8 +235,9 @@ def _refuse_without_history(
 ) -> None:
     """Raise an error if a projection of an attention is computed without gradients.
 
-    Such an attention is not seen, so it may differ from that of another layer, from which the role
-    of the projection was copied. A projection whose result is never used may have a copied role.
+    The trace misses such an attention, so it may differ from that of another layer, from which the
+    role of the projection was copied. If the result of a projection is never used, a copied role is
+    allowed.
     """
     seen = {use.parameter for node in graph.nodes if (use := graph.use(node)) is not None}
     hidden = graph.without_history() - seen
