@@ -12,7 +12,7 @@ Positive = Annotated[int, Field(gt=0, le=10**12)]
 Length = Annotated[int, Field(gt=0, le=2**20)]  # of an example or a window
 Width = Annotated[int, Field(gt=0, le=2**18)]  # of a layer
 Layers = Annotated[int, Field(gt=0, le=1000)]
-# Names of model parts, such as query or layers[0:3]; a leading ! takes parts out again.
+# Names of model parts, such as query or layers[0:3]; a leading ! removes parts from the selection.
 Selections = Annotated[tuple[str, ...], Field(min_length=1, max_length=MOST_LISTED)]
 
 
