@@ -45,7 +45,8 @@ def test_the_readme_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_the_readme_trainer_script_prints_the_table_of_the_readme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = (ROOT / "README.md").read_text().split("## What learns")[1].split("\n## ")[0]
+    section = (ROOT / "README.md").read_text().split("## Find what does not learn")[1]
+    text = section.split("\n## ")[0]
     _, code = blocks("README.md")
     monkeypatch.chdir(tmp_path)
     exec(code, {})
@@ -114,11 +115,26 @@ def test_the_gradient_flow_example_runs(capsys: pytest.CaptureFixture[str]) -> N
     assert "layers[2].up: not learning: it is missing from the optimizer" in out
 
 
-def test_every_architecture_is_in_the_readme() -> None:
+def test_the_document_of_the_api_has_every_public_name() -> None:
+    words = set(re.findall(r"\w+", (ROOT / "docs/api.md").read_text()))
+    assert set(fl.__all__) - words == set()
+
+
+def test_the_readme_names_every_command() -> None:
+    from frostlab.cli.main import app
+
+    section = (ROOT / "README.md").read_text().split("\n## Commands\n")[1].split("\n## ")[0]
+    names = {group.name for group in app.registered_groups}
+    for command in app.registered_commands:
+        names.add(command.name or command.callback.__name__)  # type: ignore[union-attr]
+    assert set(re.findall(r"`(\w+)`", section)) == names
+
+
+def test_the_document_of_architectures_lists_every_table() -> None:
     from frostlab.roles.description import known_types
 
-    text = (ROOT / "README.md").read_text()
-    listed = text.split("## Architectures")[1].split("##")[0]
+    text = (ROOT / "docs/architectures.md").read_text()
+    listed = text.split("## Architectures in tables")[1].split("\n# ")[0]
     for kind in known_types():
         if kind not in ("clip_text_model", "clip_vision_model"):
             assert re.search(rf"(?<![\w-]){re.escape(kind)}(?![\w-])", listed), kind

@@ -174,7 +174,7 @@ def _cff(data: bytes, codes: Mapping[int, int], title: str) -> Any:
     outlines = font["CFF "].cff[0]
     font.setGlyphOrder(outlines.getGlyphOrder())
     for part in getattr(outlines, "FDArray", ()):
-        # it multiplies the table's matrix, which is the default, so that fontTools does not save it
+        # It multiplies the table's matrix, which is the default and which fontTools leaves out.
         part.rawDict.pop("FontMatrix", None)
     widths = {}
     for name in font.getGlyphOrder():

@@ -33,8 +33,8 @@ _PIECE = 1 << 20  # bytes that are read at once to compute a checksum
 # A cached folder from this size on is not verified again while its files look unchanged. Smaller
 # folders are always verified, in less than a second.
 _LARGE = 256 << 20
-# A file's times are trusted this many ns after its last change: with some file systems, a second
-# change within 2 s may leave them as they are.
+# On some file systems, a second change within 2 s of the first does not change a file's times. So
+# the times of a file are trusted only if its last change is at least this many ns ago.
 _SETTLED = 2_000_000_000
 _NAME_BYTES = 200  # the longest name of a file or folder; most file systems allow 255 bytes
 
@@ -448,7 +448,7 @@ def _damaged_cache(folder: Path) -> Path | None:
 def _verified(folder: Path) -> Path:
     """Return the file with the signatures of a cached folder's files, which is next to the folder.
 
-    Inside, other processes would take it for a file that does not belong there.
+    It is not inside, because other processes would take it for a file that does not belong there.
     """
     return folder.with_name(f"{folder.name}.verified.json")
 

@@ -66,8 +66,8 @@ def compare(
         bool,
         typer.Option(
             "--as-published",
-            help="Carry out the comparisons of a group as the published studies did; the verdicts "
-            "may be confounded.",
+            help="Carry out the comparisons of a group with the settings of the published studies. "
+            "The arms may then differ in more than the treatment.",
         ),
     ] = False,
     only: Annotated[
@@ -101,8 +101,8 @@ def compare(
         str | None,
         typer.Option(
             metavar="SETTING",
-            help="Tune a setting, lr or decay (weight decay), for each arm: train with 1/3, 1 and "
-            "3 times the recipe's value, each with every seed, and choose by the tune split.",
+            help="Tune lr or decay (weight decay) for each arm: train with 1/3, 1 and 3 times the "
+            "recipe's value, each with every seed, and choose on the tune (validation) split.",
         ),
     ] = None,
     rounds: Annotated[
@@ -174,8 +174,8 @@ def compare(
 
     A treatment sets or freezes some of the weights. Every arm is trained with the same
     seeds, and runs with the same seed are compared in pairs. The verdict on an arm says
-    whether it is better or worse than the baseline arm. A verdict is confounded if the
-    two arms differ in more than the treatment, tuned settings and what the comparison varies.
+    whether it is better or worse than the baseline arm. It is confounded if the arms also
+    differ in a setting that is not compared: this setting could be the cause.
 
     A group is several comparisons, which are carried out one after another. To continue
     an interrupted comparison or group, run the same command again.

@@ -41,8 +41,8 @@ def inspect(
         str,
         typer.Option(
             metavar="SELECTIONS",
-            help="Show these parts as frozen, e.g. query,key or layers[0:3],!norm "
-            "(default: the parts that the recipe freezes).",
+            help="Show these parts as frozen, e.g. query,key; layers[0:3],!norm is the first three "
+            "layers without their norms (default: the parts that the recipe freezes).",
         ),
     ] = "",
     length: Annotated[
@@ -63,10 +63,11 @@ def inspect(
 
     A part is a parameter or, if query, key and value are fused in one parameter, the rows
     of one of them. No weights and no data are read. For a model on the Hugging Face hub,
-    only its config is downloaded and, with --trust-remote-code, its code. An architecture that no
-    table describes is read by evidence: one small forward pass is watched. To test the result,
-    the rows of some heads are changed, and exactly those heads must respond.
-    The line `how` says how the parts were found.
+    only its config is downloaded and, with --trust-remote-code, its code.
+
+    Tables describe the parts of common architectures. For any other model, a small forward
+    pass shows which weights each attention head uses, and a test checks the result. The line
+    `how` of the output says how the parts were found.
     """
     selections = [text for text in freeze.split(",") if text.strip()]
     if freeze and not selections:

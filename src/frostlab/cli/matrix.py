@@ -45,7 +45,9 @@ def matrix(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="GROUP|FILE", help="Name of a shipped group, or a YAML file of a matrix."
+            metavar="GROUP|FILE",
+            help="Name of a shipped group, or a YAML file that lists recipes, treatments, settings "
+            "and seeds.",
         ),
     ],
     only: Annotated[
@@ -64,7 +66,7 @@ def matrix(
     slurm: Slurm = None,
     wait: Annotated[
         bool,
-        typer.Option("--wait", help="Stay until all runs have ended, also on a terminal."),
+        typer.Option("--wait", help="Wait for all runs to end; do not train in the background."),
     ] = False,
     add: Annotated[
         bool,
@@ -74,9 +76,9 @@ def matrix(
         str | None,
         typer.Option(
             metavar="COMMAND",
-            help="Command to start when a run fails or diverges and when the matrix ends, with the "
-            "name and the status in place of {name} and {status}, e.g. 'notify-send {name} "
-            "{status}'.",
+            help="Command to start when a run fails or diverges, and when the matrix ends, e.g. "
+            "'notify-send {name} {status}'. {name} and {status} are replaced by those of the run "
+            "or matrix.",
         ),
     ] = None,
     check: Annotated[
@@ -94,11 +96,14 @@ def matrix(
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Train all runs of a group, or recipes × treatments × settings × seeds of a file.
+    """Train many runs: the experiments of a group, or all combinations that a file asks for.
 
-    The plan is written first. On a terminal, the runs then train in the background:
-    `frostlab status` shows them, `frostlab stop` stops them. Run the same command
-    again to continue after an interruption; finished runs are not repeated.
+    A file lists recipes, treatments, settings and seeds, and every combination is a run. The
+    runs together are called a matrix.
+
+    On a terminal, the runs train in the background: `frostlab status` shows them, and
+    `frostlab stop` stops them. To continue after an interruption, run the same command
+    again; finished runs are not repeated.
     """
     from frostlab.matrix.drive import check_notify
     from frostlab.matrix.places import Places

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from frostlab.matrix.status import MatrixStatus
 
 _MOST_ROWS = 40  # rows that are shown without --all
-_LIVE_SECONDS = 1.0  # between two drawings
-_FOLLOW_SECONDS = 0.3  # between two looks at a log
+_LIVE_SECONDS = 1.0  # time between two drawings
+_FOLLOW_SECONDS = 0.3  # time between two checks of a log
 
 
 def status(
@@ -35,7 +35,7 @@ def status(
     ] = False,
     markdown: Annotated[
         bool,
-        typer.Option("--markdown", help="Print an overview table in Markdown, to paste."),
+        typer.Option("--markdown", help="Print an overview as a Markdown table."),
     ] = False,
     everything: Annotated[
         bool, typer.Option("--all", help=f"Show all runs, even if they are more than {_MOST_ROWS}.")
@@ -45,7 +45,8 @@ def status(
 ) -> None:
     """Show where the runs of a matrix stand: state, device, step, loss, speed, time left.
 
-    If the folder has no matrix, all its runs are shown.
+    A matrix is all runs that one `frostlab matrix` command trains. If the folder has no
+    matrix, all its runs are shown.
     """
     from frostlab.matrix.show import as_json as status_values
     from frostlab.matrix.show import cautions, ended, overview_rows, overview_table, terminal_table
@@ -92,9 +93,10 @@ def stop(
     ],
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Stop a run of a matrix, or the whole matrix: runs end after a step, with a checkpoint.
+    """Stop a run of a matrix, or the whole matrix, after the current step.
 
-    The same matrix command continues them later. Stopping a matrix twice ends it at once.
+    Each run writes a checkpoint, and the same matrix command continues from it later. If a
+    matrix is stopped a second time, its runs end at once.
     """
     from frostlab.matrix.status import read_status
     from frostlab.matrix.store import EVERYTHING, MatrixFolder, holder_of
@@ -131,7 +133,7 @@ def stop(
 def logs(
     run: RunName,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the run ends.")
+        bool, typer.Option("--follow", "-f", help="Keep printing until the run ends.")
     ] = False,
     runs: RunsFolder = Path("runs"),
 ) -> None:

@@ -41,9 +41,8 @@ PerDevice = Annotated[
     str,
     typer.Option(
         "--per-device", metavar="N|auto",
-        help="Number of runs that share a device; auto: 5 on a GPU, which was fast on an H200, or "
-        "fewer if memory or CPU cores do not suffice; 1 on the CPU. If runs share a device, their "
-        "times cannot be compared.",
+        help="Number of runs that share a device; their times cannot be compared then. auto: on a "
+        "GPU up to 5, as memory and CPU cores allow; on the CPU 1.",
     ),
 ]  # fmt: skip
 WhenIdle = Annotated[

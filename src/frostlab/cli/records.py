@@ -368,10 +368,10 @@ def clean(
 ) -> None:
     """Remove old runs, except those with a tag.
 
-    Also kept are runs in progress, runs that a comparison uses, links to runs, and runs
-    whose records or tags cannot be read. For each old run that is kept, clean prints a
-    line with the reason.
-    The age of an unfinished run is counted from its last event.
+    Also kept are runs in progress, runs that a comparison uses, symbolic links,
+    and runs whose records or tags cannot be read. For each old run that is kept, clean
+    prints a line with the reason. The age of an unfinished run is the time since it last
+    recorded something.
     """
     from frostlab.records.clean import duration, old_runs, remove_run
 

@@ -271,10 +271,10 @@ def generate(
 ) -> None:
     """Continue prompts with the language models of one or several runs.
 
-    Samples with the same number are drawn with the same random numbers for every run and
-    prompt. Each sample is printed with the reason why it ended: the model wrote its end
-    token (end), the sample has --tokens tokens (length), or the model has no more
-    positions (positions).
+    The first samples of all runs and prompts are drawn with the same random numbers, and so
+    are the second ones, and so on. Each sample is printed with the reason why it ended:
+    the model wrote its end token (end), the sample has --tokens tokens (length), or the
+    model has no more positions (positions).
     """
     count = samples if samples is not None else 5 if temperature else 1
     loaded = list(dict.fromkeys(_load(runs, name) for name in names))

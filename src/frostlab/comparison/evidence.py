@@ -349,7 +349,7 @@ class TunedSetting:
     values: tuple[float, ...]  # the grid
     extended: bool  # whether the grid was extended at an end
     best: dict[str, float]  # arm → the value with the best mean over all seeds
-    on_edge: dict[str, bool]  # arm → whether `best` is at an end with valid values beyond
+    on_edge: dict[str, bool]  # arm → whether `best` is at an end of the grid that could be extended
     curves: dict[str, tuple[TuningPoint, ...]]  # arm → a point for each value
 
 
@@ -363,7 +363,7 @@ class TimedArm:
     low: float | None  # ends of the ratio's interval; all arms' intervals hold at once
     high: float | None
     ceiling: float | None  # lowest ratio that the saved FLOPs allow; None if unknown
-    limits: dict[str, Any] | None  # the arm's FLOPs and bytes; keys in `_all`: the baseline's
+    limits: dict[str, Any] | None  # the arm's FLOPs and bytes; keys that end in `_all`: baseline
     flag: str | None  # likely reason for a gain that is larger than the saved FLOPs allow
     word: Word | None  # verdict on the time; None for the baseline
     sentence: str | None  # the word and its numbers in a sentence

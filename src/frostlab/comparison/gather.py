@@ -148,7 +148,7 @@ def results_of(plan: Plan, trials: Trials) -> dict[str, float | str | None]:
 
 
 def _partly_compared(runs: Runs) -> Iterable[ComparedOrder]:
-    """Yield the pairs of runs whose examples could not be compared for every step of both."""
+    """Yield the pairs of runs whose examples were compared for only some of their steps."""
     plan = runs.plan
     pairs = {arm.name: plan.baseline.name for arm in plan.others}.items()
     asked = ((contrast.arm, contrast.against) for contrast in plan.contrasts)

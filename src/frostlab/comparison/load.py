@@ -54,7 +54,7 @@ _INSTEAD = {"treatment": "arms", "seed": "seeds"}  # setting that cannot be set 
 _TUNABLE = {"lr": "optim.lr", "decay": "optim.decay"}  # short name → setting with a default grid
 _GRID = (1 / 3, 1.0, 3.0)  # default grid, in multiples of the recipe's value
 _LEFT_OUT = {"about", "seed", "treatment"}  # recipe keys that are not settings of an arm
-_ENDINGS = (".yaml", ".yml")  # of a recipe's or comparison's file
+_ENDINGS = (".yaml", ".yml")  # endings of recipe and comparison files
 _LONG_PATH = 300  # most characters of a path in an error message
 _QUICK_SEEDS, _QUICK_TIMING = 3, {"seconds": 20.0}  # defaults of a quick comparison
 

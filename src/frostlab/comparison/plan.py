@@ -29,15 +29,15 @@ LEAST_SEEDS = 5  # with fewer pairs, no arm is called better or worse
 # With one arm besides the baseline, 6 seeds find an effect of 1.5 standard deviations with a
 # probability of 79 %, or 83 % if steps are not timed.
 DEFAULT_SEEDS = 6
-MOST_RUNS = 10_000  # of all arms of a comparison together
+MOST_RUNS = 10_000  # most runs of a comparison, over all arms
 MOST_ARMS = 100
 MOST_SEED = 2**32  # every seed is below this number
 MOST_LOOKS = 1000
-AFTER_THE_FACT = "runs chosen after the fact"  # in verdicts of a plan that lists its runs
+AFTER_THE_FACT = "runs chosen after the fact"  # remark in verdicts of a plan of finished runs
 TIME_SHARE = 0.2  # share of alpha for statements about time, if steps are timed
-ERROR_RATES = ("accuracy", "macro_f1", "token_accuracy")  # margins are factors of 1 − metric
+ERROR_RATES = ("accuracy", "macro_f1", "token_accuracy")  # a margin multiplies 1 − metric
 MARGINS = {"perplexity": 1.05, **dict.fromkeys(ERROR_RATES, 1.10), "pearson": 0.01}  # defaults
-_LOWER_IS_BETTER_ENDINGS = ("_seconds", "_ms", "_bytes")  # of metric names
+_LOWER_IS_BETTER_ENDINGS = ("_seconds", "_ms", "_bytes")  # endings of metric names
 _NO_CONFOUNDS = ("about", "treatment", "seed")  # recipe keys whose differences are no confounds
 _SAME_FOR_ALL = ("data", "tokenizer")  # recipe sections that may not differ between arms
 _NOT_IN_SET = ("seed", "treatment", "scale")  # recipe keys that an arm's `set` may not change
@@ -264,7 +264,7 @@ class TimingPlan(Strict):
     """The conditions that end the timing of the arms' steps (see `timing.interleave.StopRule`)."""
 
     seconds: Annotated[float, Field(gt=0)] = 60.0  # time limit
-    width: Annotated[float, Field(gt=0, lt=1)] = 0.01  # wanted width of each interval ÷ its ratio
+    width: Annotated[float, Field(gt=0, lt=1)] = 0.01  # wanted width of intervals ÷ ratio
 
 
 class Plan(Strict):
@@ -334,7 +334,7 @@ class Plan(Strict):
         """Return the plan with smaller recipes (`scale`), or stand-ins for missing data and models.
 
         The user's `settings` win over the scale, but an arm's own settings are scaled, too.
-        `differing` returns the settings of a second recipe that the first does not share.
+        `differing` compares two recipes and returns the settings of the second that differ.
         """
         if scale is None and stand_in is None:
             return self

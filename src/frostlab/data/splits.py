@@ -34,7 +34,7 @@ FEWEST_DOCUMENTS = 20  # with fewer documents, running text is split by characte
 _FACTS = "survey.json"
 # array of a survey → its dtype
 _KINDS = {"keys": "uint64", "sizes": "int64", "codes": "int64", "empty": "uint8"}
-_VERSION = 1  # of a survey's files; raise it when they change
+_VERSION = 1  # version of a survey's files; raise it when they change
 _SALT = {"report": 1, "tune": 2, "limit": 3}  # gives each purpose its own hash of rows
 
 

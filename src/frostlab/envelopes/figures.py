@@ -23,7 +23,7 @@ Rows = list[dict[str, Any]]
 _WIDTH = 640  # pixels
 _NAMED = 40  # the most subjects whose names stand at an axis
 _RIM = 1.15  # radius of the coloured map, in head radii
-_LIMIT = 1.3  # in head radii; channels beyond it, on face or neck, do not colour the map
+_LIMIT = 1.3  # head radii; channels farther out, on face or neck, do not colour the map
 _PAGE = """
 {% if caution %}<p>{{ caution }}</p>{% endif %}
 

@@ -90,14 +90,14 @@ class ComparisonSummary:
     model: str | None = None  # BERT, GPT or another kind
     data: str | None = None
     caution: str | None = None  # a warning to show with every number
-    reduced: tuple[str, ...] = ()  # why the numbers are not those of the whole experiment
-    changed: tuple[str, ...] = ()  # settings that are not the group's
+    reduced: tuple[str, ...] = ()  # how the runs were made smaller: scale, fewer steps, stand-ins
+    changed: tuple[str, ...] = ()  # settings of the baseline that differ from the group's plan
     baseline: str | None = None
     # how the baseline's weights were changed or frozen; None if they were not
     baseline_treated: str | None = None
     oelm: str | None = None  # the arm with orthogonal frozen query and key weights
     arms: tuple[ArmSummary, ...] = ()
-    # the plan's; if it has none and there is an OELM arm, those of the OELM study
+    # the plan's questions; without any, the OELM study's questions, if there is an OELM arm
     questions: tuple[Answered, ...] = ()
 
     @property
@@ -273,7 +273,8 @@ def _experiments(group: Group, as_published: bool, name: str, evidence: Evidence
 
     As published, the arms are the experiments. In a fair comparison, the baseline corresponds to
     the baseline of the published comparison with the same name. Any other arm corresponds to the
-    only experiment there that has its treatment, unless the published baseline has it, too.
+    experiment of that comparison with the same treatment, if there is exactly one, and if it is
+    not the published baseline's treatment.
     """
     if name not in group.published:
         return {}

@@ -49,13 +49,13 @@ from frostlab.training.tasks import TASKS
 from frostlab.training.treatment import wants_types
 
 _TIMED_STEPS = 3
-_TIMED_BATCHES = 2  # of an evaluation
-_TIMED_SECONDS = 0.5  # short steps and evaluations are timed repeatedly, for about so long
-_REPEATS = 50  # at most
+_TIMED_BATCHES = 2  # timed batches of an evaluation
+_TIMED_SECONDS = 0.5  # short work is repeated and timed for about this long
+_REPEATS = 50  # most repetitions of short work
 _WARM_UP_STEPS = 3  # the second step records the CUDA graph of a captured step
 _KEPT = 3  # checkpoints on the disk at once: the best, the newest two
-_RECORD_BYTES = 2_000_000  # of a run's files other than checkpoints and events, at least
-_BYTES_PER_STEP = 60  # of events.jsonl
+_RECORD_BYTES = 2_000_000  # smallest size of a run's files without checkpoints and events
+_BYTES_PER_STEP = 60  # that a step adds to events.jsonl
 
 
 @dataclass(frozen=True)
@@ -69,16 +69,16 @@ class Checked:
     trainable: int | None = None
     steps: int | None = None
     step_seconds: float | None = None
-    kind: str | None = None  # of the step: eager, compiled or captured
-    seconds: float | None = None  # of one run: steps, evaluations, report and checkpoints
+    kind: str | None = None  # kind of step: eager, compiled or captured
+    seconds: float | None = None  # duration of one run: steps, evaluations, report and checkpoints
     evaluations: int | None = None  # during training; early stopping may leave some out
-    evaluation_seconds: float | None = None  # of one of them
-    report_seconds: float | None = None  # of evaluating the best weights at the end
-    checkpoints: int | None = None  # at most
-    checkpoint_seconds: float | None = None  # of one: copying it; a thread writes it meanwhile
+    evaluation_seconds: float | None = None  # duration of one evaluation
+    report_seconds: float | None = None  # duration of evaluating the best weights at the end
+    checkpoints: int | None = None  # largest possible number
+    checkpoint_seconds: float | None = None  # to copy one checkpoint; a thread writes it later
     memory_estimated: int | None = None  # bytes at the peak of a step, by formula
     memory_peak: int | None = None  # bytes at the peak of steps and evaluations; CUDA only
-    disk_bytes: int | None = None  # of one run
+    disk_bytes: int | None = None  # for one run
 
     @property
     def memory(self) -> int | None:

@@ -38,8 +38,8 @@ from frostlab.training.loop import interruptions
 from frostlab.typed import read
 
 _STATE_SECONDS = 0.5  # the least time between two writings of the state
-_LONGEST_SECONDS = 5.0  # the most time between two, so that readers see that the driver lives
-_PLAN_SECONDS = 2.0  # between two looks at the plan's file
+_LONGEST_SECONDS = 5.0  # the most time between two: a recent state shows that it is alive
+_PLAN_SECONDS = 2.0  # time between two checks whether the plan's file has changed
 _NOTIFY_SECONDS = 60.0  # the most time that the command of --notify may take
 _FAILED = ("failed", "crashed", "refused", "blocked")
 

@@ -1,7 +1,7 @@
 """CUDA MPS: a daemon that lets the kernels of several processes run on one GPU at once.
 
-Without it, processes take turns on the GPU. Many machines do not allow it; the reason why it did
-not start is kept, so that records can say it.
+Without it, processes take turns on the GPU. Many machines do not allow the daemon to start; then
+the reason is kept, to be shown to the user.
 """
 
 import os

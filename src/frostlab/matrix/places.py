@@ -64,7 +64,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Opened:
-    """An executor, and what a user is told about it."""
+    """An executor, and a description of it for the user."""
 
     executor: Executor
     about: str

@@ -16,8 +16,8 @@ from frostlab.records.index import LOCK
 from frostlab.storage import is_locked
 
 _POLL_SECONDS = 0.2  # how often signals and requests are looked for
-_DISK_SECONDS = 2.0  # between two attempts to write to a disk that was full or read-only
-_MOST_BLOCKED = 100  # attempts of one task that a full or read-only disk may end
+_DISK_SECONDS = 2.0  # wait between two attempts to write to a full or read-only disk
+_MOST_BLOCKED = 100  # most attempts at one task that fail because of a full or read-only disk
 _ATTEMPTS = 2  # a crash is retried once
 Ended = tuple[Task, Outcome]
 
@@ -75,7 +75,7 @@ class Queue:
         self._next_probe = 0.0
 
     def outcomes(self, tasks: Sequence[Task]) -> Generator[Ended, None, None]:
-        """Yield each task with its last outcome when it ends; after a stop, only those that ran.
+        """Yield each task with its last outcome when it ends; after a stop, skip tasks that wait.
 
         A second signal raises KeyboardInterrupt, and the running tasks are killed.
         """
@@ -106,7 +106,7 @@ class Queue:
             self.executor.close(kill=not done)
 
     def _start(self) -> None:
-        """Start tasks while there is room; leave folders alone that a dying process still holds."""
+        """Start tasks while there is room; skip folders that a dying process still locks."""
         if not self.waiting or not self.executor.free() or not self._disk_is_fine():
             return
         for task in list(self.waiting):

@@ -36,9 +36,9 @@ from frostlab.training.progress import Display, Lines
 _JOIN = "run `ray start --address=HEAD:PORT` here first, or start frostlab on one of its machines"
 _ALIVE = 0  # Ray's number for the state of a live node
 _NO_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # a frame of HTTP/2 without any settings
-_CONNECT_SECONDS = 5.0  # for the cluster's head to answer
-_LOOK_SECONDS = 2.0  # between two looks at the cluster's resources and at the nodes of runs
-_SEND_SECONDS = 1.0  # between two looks of a node at its run's folder
+_CONNECT_SECONDS = 5.0  # how long to wait for the cluster's head
+_LOOK_SECONDS = 2.0  # time between two queries of the cluster's resources and nodes
+_SEND_SECONDS = 1.0  # time between two checks of a run's folder for changes
 _PIECE_BYTES = 32 << 20  # the most bytes of one piece of a file
 Signature = tuple[int, int]  # time of the last change in ns, size in bytes
 

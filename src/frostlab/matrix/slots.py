@@ -15,10 +15,10 @@ _MOST_AT_ONCE = 256
 # `--per-device auto`: how many runs take steps at the same time without and with CUDA MPS, and how
 # many more start or end meanwhile. Only the 5 was measured (docs/measurements.md).
 _TRAINING, _TRAINING_WITH_MPS, _STARTING = 1, 5, 2
-_MEMORY_SHARE = 0.9  # of the free memory that the runs of a device may need together
+_MEMORY_SHARE = 0.9  # share of the free memory that the runs of a device may use together
 _USED_BYTES = 1 << 30  # a GPU with more memory in use than this is taken
-_IDLE_SECONDS = 10.0  # between two looks at a GPU
-_MPS_SERVER = "nvidia-cuda-mps"  # MPS's server process, which is no user of a GPU
+_IDLE_SECONDS = 10.0  # time between two checks whether a GPU is idle
+_MPS_SERVER = "nvidia-cuda-mps"  # MPS's server process, which does not count as a user
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def free_devices(names: Sequence[str], chosen: bool, when_idle: bool) -> list[st
 
 
 def taken_by(device: str) -> str | None:
-    """Return who uses a GPU besides this program, in words; None if nobody does."""
+    """Describe which other programs use a GPU; return None if there are none."""
     if device == "cpu" or (use := gpu_use(device)) is None:
         return None
     used = f"{use.memory_used / 1e9:.1f} GB"

@@ -28,11 +28,11 @@ from frostlab.storage import read_json, write_whole
 from frostlab.training.progress import Display, Lines
 from frostlab.typed import read
 
-_MOST_JOBS = 1000  # that may be pending or running at the same time
-_LOOK_SECONDS = 2.0  # between two calls of squeue
+_MOST_JOBS = 1000  # most jobs that may be pending or running at the same time
+_LOOK_SECONDS = 2.0  # time between two calls of squeue
 _TIMEOUTS = 1000  # how often a job may reach its time limit and be requeued
-_WARNING_SECONDS = (10, 90)  # between Slurm's signal and the time limit: the least, the most
-_LOST_SECONDS = 10.0  # for the outcome of a job to appear after squeue calls it ended
+_WARNING_SECONDS = (10, 90)  # least and most time between Slurm's signal and the time limit
+_LOST_SECONDS = 10.0  # wait for the file with a job's outcome after squeue reports its end
 _LIVE = (
     "PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED",
     "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "REQUEUE_FED", "SPECIAL_EXIT",

@@ -22,7 +22,7 @@ from frostlab.typed import parse
 ENDED = ("finished", "diverged")
 FAILED = ("failed", "crashed", "refused", "missing", "damaged")
 _LOG_BYTES = 1 << 16  # bytes that are read from the end of a log
-_STAGE = b'{"kind": "stage"'  # the beginning of such an event's line
+_STAGE = b'{"kind": "stage"'  # the beginning of the line of a stage event
 _STEPS = (b'{"kind": "step"', b'{"kind": "resume"', _STAGE)
 
 

@@ -24,7 +24,7 @@ from frostlab.typed import read
 
 SCHEMA = 1  # version of matrix.json and state.json
 MATRICES = "matrices"
-EVERYTHING = "*"  # in a request to stop: the matrix itself
+EVERYTHING = "*"  # in a request to stop, stands for the whole matrix
 _PLAN, _STATE, _REQUESTS, _LOGS, _LOCK, _HOLDER = (
     "matrix.json", "state.json", "requests", "logs", "driver.lock", "driver.json",
 )  # fmt: skip

@@ -28,8 +28,8 @@ from frostlab.matrix.task import Outcome, Task, run_task
 from frostlab.storage import open_append
 from frostlab.training.progress import Display, Lines, Nowhere, Screen
 
-_GRACE_SECONDS = 60.0  # for a run to stop after a step, and to write its checkpoint
-_CLOSE_SECONDS = 10.0  # for an idle worker to end, or one that was asked to stop twice
+_GRACE_SECONDS = 60.0  # time for a run to finish its step and write a checkpoint
+_CLOSE_SECONDS = 10.0  # time for a worker to end if it is idle or was asked to stop twice
 
 
 @dataclass(frozen=True)

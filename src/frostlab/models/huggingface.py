@@ -47,7 +47,7 @@ from frostlab.models.decoder import Decoder
 from frostlab.models.gpt import GPT
 
 _LAYER_NORM_EPS = 1e-5  # the default of nn.LayerNorm, which GPT uses
-_DEFAULT_LENGTH = 2048  # positions in the config of a Llama or Qwen3 without a length
+_DEFAULT_LENGTH = 2048  # positions of a Llama or Qwen3 if no length is given
 _GPT2 = {
     r"tokens": "transformer.wte",
     r"positions": "transformer.wpe",

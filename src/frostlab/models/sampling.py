@@ -23,8 +23,8 @@ from frostlab.models.gpt import GPT
 
 Ended = Literal["end", "length", "positions"]
 _ROWS = 64  # the most samples that are generated at once
-_CANDIDATES = 1024  # tokens that are sorted if they hold enough probability
-_MARGIN = 1e-9  # more than the rounding error of a sum of probabilities, except on MPS (float32)
+_CANDIDATES = 1024  # only so many tokens are sorted, if they hold enough probability
+_MARGIN = 1e-9  # exceeds the rounding error of summed probabilities, except in float32 (MPS)
 _LONGEST = 2**20  # the most tokens of a sample
 
 

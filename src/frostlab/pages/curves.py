@@ -17,10 +17,10 @@ from frostlab.errors import BadInput
 from frostlab.storage import parse_json, read_lines
 from frostlab.typed import parse
 
-POINTS = 200  # of a curve, at most
-_ALL_POINTS = 2000  # of all curves of a figure, about
+POINTS = 200  # most points of a curve
+_ALL_POINTS = 2000  # approximate number of points of all curves in a figure
 _FEWEST = 50  # points that a curve keeps in any figure, unless it has fewer
-# an event of any other kind than those that a curve needs
+# matches an event of a kind that no curve needs
 _SKIPPED = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(?!(?:step|evaluation|resume)")\w+"')
 _EVENTS = "events.jsonl"
 _BATCH = 1 << 14  # bytes of lines that are parsed at once
@@ -144,7 +144,7 @@ def _read(
 
 
 def _last_valid(resumed: Sequence[tuple[int, int]]) -> Callable[[int], float]:
-    """Return a function that maps a line's number to the last step that no later resume repeats."""
+    """Return a function: number of a line → the last step that the run did not repeat later."""
     if not resumed:
         return lambda line: math.inf
     lines = [line for line, _ in resumed]

@@ -16,7 +16,7 @@ Rows = Sequence[dict[str, Any]]
 _Values = ParamSpec("_Values")
 WIDTH = 640  # pixels of a plot
 _PANEL = 280  # pixels of a plot next to another one
-_REACH = 4.0  # an axis reaches at most this many times the points' range beyond them
+_REACH = 4.0  # how far an axis may extend beyond the points, in multiples of their range
 # like `charts.label`: a long name loses its beginning, because its end says more
 _SHORT = f"length(datum.label) > {LABEL} ? '…' + slice(datum.label, {1 - LABEL}) : datum.label"
 _IS_SHOWN = "indexof(hidden_arms, datum.arm) < 0"
@@ -561,7 +561,8 @@ def heat_maps(cells: Rows, arms: Sequence[str], title: str) -> Any:
 def trade_off(rows: Rows, arms: Sequence[str], x: str, y: str) -> Any:
     """Draw each arm's mean with its interval by the share of its parameters that trains.
 
-    Rows have arm, share_text, at (the share, moved a little), mean, low, high and text.
+    Rows have arm, share_text, at (the share, moved so that equal shares do not overlap), mean,
+    low, high and text.
     """
     alt = _altair()
     domain = _window_of_means(rows, False)

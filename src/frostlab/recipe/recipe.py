@@ -31,7 +31,7 @@ from frostlab.recipe.treatment import (
 Rate = Annotated[float, Field(gt=0)]
 PATHS = (("data", "path"), ("model", "name"), ("tokenizer", "name"))  # keys that may hold a path
 Scale = Literal["tiny", "small", "full"]  # frostlab.recipe.scale has the sizes of each
-WORDS = ("new", "old")  # in a stage's `lr`: the layers that were added last, and all other weights
+WORDS = ("new", "old")  # keys of a stage's `lr`: the newest layers, and all other weights
 
 
 class Add(Strict):

@@ -12,7 +12,7 @@ Positive = Annotated[int, Field(gt=0, le=10**12)]
 Length = Annotated[int, Field(gt=0, le=2**20)]  # of an example or a window
 Width = Annotated[int, Field(gt=0, le=2**18)]  # of a layer
 Layers = Annotated[int, Field(gt=0, le=1000)]
-# Names of model parts, such as query or layers[0:3]; a leading ! takes parts out again.
+# Names of model parts, such as query or layers[0:3]; a leading ! removes parts from the selection.
 Selections = Annotated[tuple[str, ...], Field(min_length=1, max_length=MOST_LISTED)]
 
 
@@ -35,7 +35,7 @@ class Orthogonalize(Strict):
 
     @property
     def description(self) -> str:
-        """The new values in words, after the selection."""
+        """The text that follows the selection when an arm is described."""
         scope = "of every head" if self.scope == "head" else "as whole matrices"
         drawn = ", from a Gaussian draw" if self.source == "gaussian" else ""
         return f" {scope}: orthogonal{drawn}"
@@ -54,7 +54,7 @@ class Randomize(Strict):
 
     @property
     def description(self) -> str:
-        """The new values in words, after the selection."""
+        """The text that follows the selection when an arm is described."""
         if self.std == "orthonormal":
             return " of every head: random normal, with the norm of orthonormal rows"
         if self.std == "match":
@@ -63,7 +63,7 @@ class Randomize(Strict):
 
 
 class Identity(Strict):
-    """Replacement of weights with rows of the identity, which are orthonormal, without a draw.
+    """Replacement of weights with rows of the identity, which are orthonormal; nothing is drawn.
 
     The rows of all heads, in order, become the rows of the identity, which are repeated if there
     are more rows than columns. A head (or, with the scope matrix, a matrix) with more rows than
@@ -76,7 +76,7 @@ class Identity(Strict):
 
     @property
     def description(self) -> str:
-        """The new values in words, after the selection."""
+        """The text that follows the selection when an arm is described."""
         scope = "of every head" if self.scope == "head" else "as whole matrices"
         return f" {scope}: rows of the identity"
 

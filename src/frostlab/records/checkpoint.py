@@ -1,9 +1,9 @@
 """Checkpoints: folders of safetensors and JSON, which get their names when they are complete.
 
 Every checkpoint has checksums, which are verified before a file is read. The two newest checkpoints
-are kept, so that a run can be resumed from the older one if the newest is damaged. The weights that
-were the best when each of the two was written are kept too, without the optimizer state if they
-are in an older checkpoint.
+are kept, so that a run can be resumed from the older one if the newest is damaged. For each of the
+two, the best weights up to its step are kept, too. If these are in an older checkpoint, it loses
+its optimizer state.
 
 A run has one or more stages, each with its own trainable weights. The frozen weights do not change
 during a stage. They can be stored once, in a folder of their own with checksums, whose name is a
@@ -251,7 +251,7 @@ def save_frozen(
 
 
 def keep_only(folder: Path, newest: int, best: int | None, stage: int = 0) -> None:
-    """Remove all checkpoints but the newest, the one before it, and the best at the time of each.
+    """Keep the two newest checkpoints and, for each, the best up to its step; remove all others.
 
     `newest` and `best` are steps in `stage`. A checkpoint that is kept only for its best weights
     loses its optimizer state. Frozen weights are removed with the last checkpoint that names them.

@@ -228,7 +228,7 @@ def effective(events: Iterable[Event]) -> list[Event]:
     Starts, resumes and notes stay; the end and the report of the earlier attempt are dropped.
     """
     valid: list[Event] = []
-    kept_from = [-_INFINITE]  # after each event: the least step of a resume that keeps all so far
+    kept_from = [-_INFINITE]  # after each event: a resume from this step on keeps all so far
     for event in events:
         added: list[Event] = [event]
         if isinstance(event, ResumeEvent):  # all events before `first` stay
@@ -241,7 +241,7 @@ def effective(events: Iterable[Event]) -> list[Event]:
 
 
 def _least_resume(event: Event) -> float:
-    """Return the least step at which a run can be resumed so that an event still counts."""
+    """Return the first step such that a resume there does not make an event invalid."""
     if isinstance(event, StartEvent | ResumeEvent | NoteEvent):
         return -_INFINITE
     if isinstance(event, StageEvent | FlowPartsEvent):  # a resume at this step repeats them

@@ -267,9 +267,9 @@ def differing(runs: Sequence[Summary]) -> list[str]:
     """Return the settings that are not the same in all runs.
 
     Settings that all runs have come before others. Within both groups, settings that differ
-    between runs with the same kinds of data and model come first. A section that is null
-    in some runs is represented by its settings. A damaged run without settings is left out, and so
-    are facts such as `treatment` and `seed`.
+    between runs with the same kinds of data and model come first. If a section is null
+    in some runs, its settings are listed instead of the section. A damaged run without settings is
+    left out, and so are facts such as `treatment` and `seed`.
     """
     settings = list({id(run.settings): run.settings for run in runs if run.settings}.values())
     families: dict[str, list[dict[str, Any]]] = {}

@@ -245,7 +245,7 @@ class Result:
     weights_digest: str | None  # digest of the reported weights; null if unfinished
     order_digest: str  # digest of the examples of all steps, in order
     scores: dict[str, dict[str, Scores]] | None = None  # EEG: split → decoder → scores
-    runs_at_once: int = 1  # most runs that could share the device; above 1, times prove nothing
+    runs_at_once: int = 1  # most runs that could share the device; above 1, times do not compare
 
 
 @dataclass(frozen=True)
@@ -477,7 +477,7 @@ class FlowPart:
     """A part of a watched model: the tensors of one role, such as query, in a layer or outside."""
 
     name: str  # such as layers[0].query
-    peers: str  # parts with the same value have the same role
+    peers: str  # a label that all parts of the same role share
     stack: str  # stack of layers, such as the encoder; "" if the model has only one
     layer: int | None  # number in the stack, counted from 0; null if in no layer or in several
     state: str  # trainable, frozen, or fixed (never trained in this architecture)

@@ -303,7 +303,7 @@ SlotPieces = tuple[tuple[int, ...], int, tuple[Piece, ...]]  # shape, axis of th
 
 
 class Multiplies:
-    """A module of frostlab's whose matrices are weights of matmuls with activations."""
+    """Marks a module whose matrices multiply activations, so that FLOPs count them as matmuls."""
 
 
 class Split(ABC):

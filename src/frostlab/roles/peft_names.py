@@ -1,7 +1,7 @@
 """Names of the parameters of modules that PEFT wrapped.
 
-PEFT wraps a module in two ways. An adapter's layer keeps the module as `base_layer` and holds the
-weights of its adapters beside it; only active adapters are in use. A module that is to be trained
+PEFT wraps a module in two ways. An adapter's layer keeps the module as `base_layer` and also holds
+the weights of its adapters; only active adapters are in use. A module that is to be trained
 whole (`modules_to_save`, such as the head of a classifier) is copied: while an adapter is active,
 the model uses the adapter's copy, and `original_module` is out of use.
 """

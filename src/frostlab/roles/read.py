@@ -61,8 +61,8 @@ Placement = tuple[Entry | Measured, Place, Heads | None]
 def anatomy(model: nn.Module, batch: Any = None) -> Anatomy:
     """Return a model's anatomy: the role and layer of each parameter, or of its rows if fused.
 
-    An architecture that no table describes is read by evidence: one small forward pass of a copy
-    of the model is watched, and the result is tested by moving weights.
+    If no table describes the architecture, a copy of the model runs one small forward pass, which
+    shows the weights that each head uses. The result is tested by changing weights.
 
     Args:
         batch: the arguments of that forward pass (a dict, a tuple or a tensor); default: they are

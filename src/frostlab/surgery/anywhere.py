@@ -1,7 +1,7 @@
 """Parameters of any module, of which some rows are frozen: each is stored in two pieces.
 
 `SplitProjection` replaces a linear module by one with a faster backward pass. Elsewhere (a raw
-parameter that is multiplied by hand, a batch of experts, a convolution, a linear module with a
+parameter that a forward pass multiplies, a batch of experts, a convolution, a linear module with a
 forward of its own), the module keeps its forward: its class becomes a subclass with a property in
 the place of each split parameter, which joins the pieces whenever the forward pass reads it.
 Autograd then gives the trainable rows their gradient, and the frozen rows none. State dicts keep

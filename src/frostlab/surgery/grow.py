@@ -27,10 +27,10 @@ from frostlab.surgery.stale import expect, record_change
 
 _GROWABLE = ("bert", "gpt2", "llama")  # Hugging Face model types
 _SUPPORTED = (
-    "frostlab's GPT and Decoder, Hugging Face's bert, gpt2 and llama, and models read by "
-    "evidence if a layer can be built from their config and the layer's number"
+    "frostlab's GPT and Decoder, Hugging Face's bert, gpt2 and llama, and models that "
+    "no table describes, if a layer can be built from their config and the layer's number"
 )
-_SAME = 1e-5  # largest relative change that counts as rounding, in a model read by evidence
+_SAME = 1e-5  # largest relative change that counts as rounding, in a probed model (`Trunk.probed`)
 _INDICES = ("layer_idx", "layer_index")  # attributes that hold a layer's number
 _SCALED = "scale_attn_by_inverse_layer_idx"  # GPT-2's option to divide scores by layer_idx + 1
 
@@ -53,7 +53,8 @@ class Trunk:
     path: str  # path of the list within the model
     layers: nn.ModuleList
     body: Any  # the innermost frostlab or Hugging Face model around the list
-    probed: bool = False  # read by evidence: a growth that does not work is undone
+    # whether no table describes the model: then a growth that does not work is undone
+    probed: bool = False
 
     @property
     def norm_after(self) -> bool:
@@ -102,11 +103,12 @@ def grow(
         layers: the number of new layers, which are inserted next to each other.
         at: the index of the first new layer, "top" or "bottom" (0).
         init: "identity" changes the model's outputs by at most 1e-6, relatively (1e-5 in a model
-            read by evidence); "random" uses the model's own initialisation and torch's default
-            generator; "copy" copies the layer below or, at the bottom, the layer above. If layers
-            end with a norm, as in BERT, "identity" moves the gain and bias of the norm below to the
-            last new norm; it is refused if there is no norm below, or if, on random tokens, the eps
-            of the norms would change the outputs by more than 8e-7.
+            that no table describes). "random" uses the model's own initialisation and torch's
+            default generator. "copy" copies the layer below or, at the bottom, the layer above.
+
+    If layers end with a norm, as in BERT, "identity" moves the gain and bias of the norm below to
+    the last new norm. It is refused if there is no norm below, or if the eps of the norms would
+    change the outputs by more than 8e-7; that is measured on random tokens.
     """
     refuse_wrapped(model, "grow")
     try:

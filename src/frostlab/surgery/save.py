@@ -180,11 +180,13 @@ def load_trainable(model: nn.Module, folder: str | Path) -> None:
 def export(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
     """Write a checkpoint that `from_pretrained` loads without frostlab, with the same logits.
 
-    An older checkpoint in the folder is replaced; other files there are kept. frostlab's GPT
-    becomes a GPT-2, its Decoder a Llama (with qk_norm a Qwen3). A GPT that classifies becomes a
-    MegatronBERT without a head and the file head.safetensors: the logits are its last hidden
-    states, averaged over the tokens or taken at the last token (`GPTConfig.pooling`), times the
-    head's weight.
+    A folder that is not empty must hold an older checkpoint, which is replaced; other files in it
+    are kept.
+
+    frostlab's GPT becomes a GPT-2, its Decoder a Llama (with qk_norm a Qwen3). A GPT that
+    classifies becomes a MegatronBERT without a head and the file head.safetensors: the logits are
+    its last hidden states, averaged over the tokens or taken at the last token
+    (`GPTConfig.pooling`), times the head's weight.
 
     Args:
         tokenizer: a Hugging Face tokenizer to write to the folder as well.

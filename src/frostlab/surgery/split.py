@@ -236,7 +236,7 @@ class KeptProject(torch.autograd.Function):
 def _products(columns: list[Tensor], inputs: Tensor) -> Tensor:
     """Return the weight gradient as `_weight_gradient` does; matmuls write to its rows directly."""
     if len(columns) == 1 or columns[0].dim() != 2 or torch.compiler.is_compiling():
-        return _weight_gradient(columns, inputs, 0)  # a compiler needs no copy to join matmuls
+        return _weight_gradient(columns, inputs, 0)  # compiled code joins them without a copy
     sizes = [span.shape[1] for span in columns]
     rows = inputs.new_empty(sum(sizes), inputs.shape[1])
     for span, out in zip(columns, rows.split(sizes), strict=True):
@@ -247,8 +247,9 @@ def _products(columns: list[Tensor], inputs: Tensor) -> Tensor:
 class SplitProjection(nn.Module, Multiplies, Split):
     """A replacement for a linear module with some frozen rows.
 
-    A step that keeps the fused weight and bias up to date itself sets `kept` to them while it runs,
-    and puts parameters that only receive gradients in the place of the trainable ones.
+    A step with bf16 copies (`Bf16Copies` of training/step/optimizer.py) keeps the fused weight and
+    bias up to date itself. While it runs, `kept` holds these two, and the trainable parameters are
+    replaced by tensors that only receive gradients.
     """
 
     kept: dict[str, Tensor] | None = None

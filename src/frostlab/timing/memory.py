@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from frostlab.roles.parts import Part
 from frostlab.roles.snapshot import Anatomy, Layer
 
-_WEIGHT_BYTES = 4  # per parameter
-_MOMENT_BYTES = 8  # per trainable parameter
+_WEIGHT_BYTES = 4  # of a float32 weight, per parameter
+_MOMENT_BYTES = 8  # of Adam's two moments, per trainable parameter
 # Values that a transformer layer keeps for its backward pass, per token and unit of the width, and
 # bytes of dropout masks; attention kernels keep no scores (Korthikanti et al. 2022).
 _KEPT_VALUES, _MASK_BYTES = 16, 2

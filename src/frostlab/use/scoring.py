@@ -112,7 +112,7 @@ class Evaluator:
 
     @property
     def batch(self) -> int:
-        """The batch size of an evaluation, counted in examples of the greatest length."""
+        """The number of examples in an evaluation batch, if all have the greatest length."""
         return evaluation_batch(self.recipe, self.objective.model)
 
     @cached_property

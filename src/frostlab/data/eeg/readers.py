@@ -29,14 +29,14 @@ from frostlab.recipe.data import ChallengeEEG, MatlabEEG, MneEEG, RecordedEEG
 from frostlab.storage import open_regular
 
 MATLAB_RATE = 128.0  # Hz; the files do not store the rate
-ENDINGS = (".fif", ".edf", ".bdf", ".set", ".vhdr")  # of files that are read with MNE
+ENDINGS = (".fif", ".edf", ".bdf", ".set", ".vhdr")  # endings of files that MNE reads
 _ROLES = {prefix: role for role, prefix in PREFIXES.items()}  # prefix of a file's name → role
-_SEPARATOR = "_-_"  # between the parts of a file's name
+_SEPARATOR = "_-_"  # separates the parts of a file's name
 _TRIAL = re.compile(r"([12])_(\d+)\.mat")  # BLOCK_TRIAL.mat
 # block → file of the attended speaker, file of the ignored speaker, and the variable that lists the
 # ignored speaker's story in each trial
 _BLOCKS = {1: ("F_env", "M_env", "blk1_M_Order"), 2: ("M_env", "F_env", "blk2_F_Order")}
-_SUBJECT = "sub-001"  # of the trials that are in no sub-folder
+_SUBJECT = "sub-001"  # the subject of trials outside sub-folders
 _SHARED = ("F_env", "M_env", "competing_speaker_order")  # .mat files for the trials of all subjects
 
 

@@ -7,7 +7,7 @@ thus loaded by 46 / 16 = 2.9 programs on average, mostly from the caches, and no
 loops over rows and taps are unrolled, which takes a few seconds to compile.
 """
 
-# Triton knows no unpacking: tuples grow by sums.
+# Triton cannot unpack tuples, so they are extended with +.
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment"
 

@@ -157,7 +157,8 @@ class _ResidualNorm(torch.autograd.Function):
         by_exact = rest.pop(0) if ctx.exact else None
         by_low = rest.pop(0) if ctx.low else None
         x, branch, weight, means, scales, mask = ctx.saved_tensors
-        by_x, by_branch, by_weight, by_shift, by_bias = fused.chosen(differentiate, _DIFFERENTIATE, x)(
+        operation = fused.chosen(differentiate, _DIFFERENTIATE, x)
+        by_x, by_branch, by_weight, by_shift, by_bias = operation(
             x, branch, weight, means, scales, by_total, by_exact, by_low, mask, ctx.factor,
             ctx.branch_dtype, ctx.bias_dtype or torch.float32,
         )  # fmt: skip

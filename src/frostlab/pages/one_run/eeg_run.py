@@ -23,8 +23,8 @@ from frostlab.text import plain, short
 
 DECODED, HEARD = "decoded.npz", "heard.npz"
 _CONVOLUTION = "cnn.0.conv.weight"  # the Conformer's first layer: (filters, channels, taps)
-_TRACED_ARMS = 4  # of a comparison, whose envelopes and electrodes are drawn
-_SECONDS = 10.0  # of a trace
+_TRACED_ARMS = 4  # most arms whose envelopes and electrodes are drawn
+_SECONDS = 10.0  # duration of a trace
 
 
 def blocks(folder: Path, records: Records, problems: list[str]) -> list[Block]:

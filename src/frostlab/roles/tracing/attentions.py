@@ -21,8 +21,9 @@ from frostlab.roles.tracing.trace import Use
 
 SIDES = ("query", "key", "value")
 _DISTANCES = ("Cdist", "EuclideanDist")
-_DEPTH = 3  # most projections, one after another, that are followed back from a side
-# With one activation among their inputs, these may come between the softmax and the values.
+_DEPTH = 3  # longest chain of projections that is followed back from a side
+# Operations that may stand between a softmax and its product with the values, if only one of their
+# inputs is an activation.
 _ONE_SIDED = {"Mul", "Div", "Add", "Sub", "MaskedFill", "Where", "NativeDropout", "Addcmul"}
 SHAPES = {
     "View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute", "T", "Expand", "Squeeze",
@@ -43,7 +44,7 @@ class Side:
     feature_axis: int
     contractions: list[Contraction] = field(default_factory=list)
     bare: list[Use] = field(default_factory=list)  # parameters used without a projection
-    sources: set[Node] = field(default_factory=set)  # where its projections' inputs come from
+    sources: set[Node] = field(default_factory=set)  # nodes that its projections' inputs come from
     groups: list[Group] = field(default_factory=list)
     factors: dict[int, "Factor"] = field(default_factory=dict)  # node id → earlier projection
 
@@ -59,12 +60,12 @@ class Factor:
 
 @dataclass(eq=False)
 class Attention:
-    """One execution of an attention; if its scores are a sum of products, one of these."""
+    """One execution of an attention; if scores are a sum of products, there is one for each."""
 
     sides: dict[str, Side]
     core: Node  # the node whose operands are the query and the key
-    place: int  # number of the node of the softmax or of the fused attention
-    result: Node  # the product with the values; `core` if another Attention has the values
+    place: int  # the softmax's number in the order of the graph, or that of the fused attention
+    result: Node  # the product with the values; `core` if this one has no values
     position: list[Contraction] = field(default_factory=list)  # projections of positions
     added: list[Use] = field(default_factory=list)  # parameters that shift or scale the scores
     lookups: list[Contraction] = field(default_factory=list)  # contractions that enter the scores
@@ -215,7 +216,7 @@ class Attentions:
         )
 
     def _escaping(self) -> dict[Node, bool]:
-        """Return node → whether its value reaches an output without going through a core."""
+        """Return node → whether its value reaches an output without passing an attention's core."""
         graph = self.graph
         free: dict[Node, bool] = {}
         leaves = [node for node in graph.order if not node.next_functions]
@@ -323,7 +324,7 @@ class Attentions:
         if not whole and hidden:
             raise UnknownArchitecture(
                 f"{self._where(softmax)} computes the queries or the keys of an attention without "
-                "gradients, or as a mean, so where they come from is not seen"
+                "gradients, or as a mean, so it is not clear which weights they come from"
             )
         if not whole:
             return []
@@ -335,7 +336,7 @@ class Attentions:
             if not sums_along(softmax, value_product):
                 raise UnknownArchitecture(
                     f"{self._where(softmax)} has a softmax along one axis and sums the values "
-                    "along another, so which side is the query cannot be told"
+                    "along another, so it is not clear which side is the query"
                 )
             axis = len(shape_at(edge)) - (1 if operand == 0 else 2)
             value = Side("value", edge, 1 - operand, axis)
@@ -389,7 +390,7 @@ class Attentions:
         return found
 
     def _projections(self, start: GradientEdge | Node) -> set[Node]:
-        """Return the nearest contractions before a value, none from before an attention's core."""
+        """Return the nearest contractions before a value; the walk stops at cores."""
         graph = self.graph
 
         def stop(node: Node) -> bool:
@@ -418,7 +419,7 @@ class Attentions:
         if made is not None and not side.contractions and self._projections(made):
             raise UnknownArchitecture(
                 f"{self._where(made)} computes the {side.role} of an attention as a product of two "
-                "computed matrices, so its weights cannot be told"
+                "computed matrices, so it is not clear which weights it comes from"
             )
 
     def _is_cross(self, attention: Attention) -> bool:
@@ -435,7 +436,8 @@ class Attentions:
         def stop(node: Node) -> bool:
             return graph.contraction(node) is not None or graph.is_mixing(node)
 
-        # A first projection of a low-rank query may have other uses, too: what it is applied to.
+        # The first projection of a low-rank query can also feed other weights, so compare the
+        # inputs of this projection, too.
         first = [graph.contraction(node) for node in query.sources if node in graph.nodes]
         sources = query.sources.union(*(self._sources(c) for c in first if c and c.is_projection))
         nodes = [source for source in sources if source in graph.nodes]
@@ -444,7 +446,7 @@ class Attentions:
         return not self._summed(sources) & self._summed(key.sources)
 
     def _summed(self, sources: set[Node]) -> set[Node]:
-        """Return the sources or, of sums, their terms without positions: x instead of x + p."""
+        """Return the sources, but x for a sum x + p of an activation and positions."""
         graph = self.graph
         found = {source for source in sources if source not in graph.nodes}
         for source in sources & graph.nodes.keys():
@@ -470,7 +472,7 @@ class Attentions:
         return self._free[node]
 
     def is_hub(self, node: Node) -> bool:
-        """Return whether activations of different origins meet here and escape, as residuals do."""
+        """Return whether a node joins activations and reaches an output, as a residual sum does."""
         if node not in self._hubs:
             self._hubs[node] = (
                 self._free[node] and self.graph.activations(node) > 1 and self._has_origins(node)
@@ -543,7 +545,7 @@ class Attentions:
         return found
 
     def _ends(self, node: Node) -> bool:
-        """Return whether a walk back from a projection ends here, as where activations meet."""
+        """Return whether a walk back from a projection ends here, e.g. where activations meet."""
         graph = self.graph
         return (
             graph.contraction(node) is not None
@@ -560,7 +562,7 @@ class Attentions:
         return any(n in cores for n, _ in self.graph.after([node], lambda n: n in self.core))
 
     def _read_factors(self, attention: Attention) -> None:
-        """Find the earlier projections of low-rank sides: those that feed some sides, not all."""
+        """Find the first projections of low-rank sides: those that feed some but not all sides."""
         graph = self.graph
         known: dict[Node, Factor] = {}
         for role, side in attention.sides.items():
@@ -590,6 +592,6 @@ class Attentions:
         attention.factors = [
             factor for factor in known.values()
             if len(factor.roles) < len(attention.sides)
-            # What keys and values of cross-attention share is a projection of the other sequence.
+            # In cross-attention, a projection of keys and values prepares the other sequence.
             and not (attention.cross and factor.roles == {"key", "value"})
         ]  # fmt: skip

@@ -37,7 +37,7 @@ class Claim:
 class Finding:
     """What is known about one parameter."""
 
-    axis: int | None = None  # which axis has the rows; None: the one that its module implies
+    axis: int | None = None  # the axis of the rows; None: as the module's class implies
     roles: dict[str, Tensor] = field(default_factory=dict)  # role → which rows
     heads: dict[str, Heads] = field(default_factory=dict)
     # (role, number of the head) → which rows; None: all heads
@@ -45,7 +45,7 @@ class Finding:
     cross: bool = False  # whether only cross-attention uses it
     bias: bool = False
     matmul: bool = False
-    attentions: set[int] = field(default_factory=set)  # places of those that use it
+    attentions: set[int] = field(default_factory=set)  # places of the attentions that use it
 
 
 def read_claims(
@@ -183,7 +183,7 @@ def _combined(claims: list[Claim], name: str, default: int) -> Finding:
                 )
     finding = Finding(axis, roles)
     for role, rows in roles.items():
-        # If claims differ along two axes, such as experts and heads, heads are not told apart.
+        # If claims differ along two axes, such as experts and heads, heads are not distinguished.
         partitions = _partitions(role, by_head) if len(divided) < 2 else []
         heads = {_heads(parts, rows) for parts in partitions}
         if _lie_elsewhere([claim for claim in claims if claim.role == role], axis):
@@ -237,7 +237,7 @@ def _heads(parts: list[Tensor], rows: Tensor) -> Heads | None:
 
 
 def _divided_axes(claims: list[Claim]) -> list[int]:
-    """Return the axes along which roles share no row or, failing that, two heads share none."""
+    """Return the axes along which roles share no row or, without such axes, some heads do not."""
     apart = [axis for axis in range(len(claims[0].axes)) if _roles_lie_apart(claims, axis)]
     if len({claim.role for claim in claims}) > 1 and apart:
         return apart
@@ -260,7 +260,7 @@ def _roles_lie_apart(claims: list[Claim], axis: int) -> bool:
 
 
 def _share_head_counts(findings: dict[int, Finding]) -> None:
-    """Give the query of an attention the number of its key/value heads, and the other way round."""
+    """Complete the `Heads` of query, key and value with the head counts of one another."""
     counts: dict[int, dict[str, int]] = {}
     for finding in findings.values():
         for role, heads in finding.heads.items():

@@ -17,11 +17,12 @@ from frostlab.errors import UnknownArchitecture
 from frostlab.roles.tracing.graph import Contraction, Graph, device_at, dtype_at, shape_at
 from frostlab.roles.tracing.trace import Use
 
-# id of an alias → for each of its axes, at which indices there is a gradient
+# An alias is a tensor that stands for one use of a parameter (`Use.alias`). Touched maps the id of
+# an alias to a mask for each of its axes: the indices at which there is a gradient.
 Touched = dict[int, tuple[Tensor, ...]]
-Key = tuple[tuple[int, tuple[bytes, ...]], ...]  # a Touched that can be compared
-_MOST_STARTS = 32  # most vectors of a side around which heads are searched for
-_LONG = 16  # along an axis longer than this, a few vectors may stand for all
+Key = tuple[tuple[int, tuple[bytes, ...]], ...]  # a Touched as bytes, for comparisons
+_MOST_STARTS = 32  # most vectors of a side from which the search for heads starts
+_LONG = 16  # along an axis longer than this, only some vectors are examined
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def touched(edge: GradientEdge, uses: Sequence[Use], seed: Tensor | None = None)
 def _touched_outputs(
     graph: Graph, edge: GradientEdge, contractions: Sequence[Contraction], seed: Tensor
 ) -> Touched:
-    """Return what `touched` does, for plain projections and faster: from their outputs' gradients.
+    """Do the same as `touched`, but faster: for plain projections, use their outputs' gradients.
 
     Column r of such an output is computed from row r of the weight and of the bias.
     """
@@ -155,7 +156,7 @@ class _Side:
         return max((last, tuple(0 for _ in last), middle), key=reached)
 
     def uncovered(self, whole: Touched, known: Sequence[Touched]) -> tuple[int, ...] | None:
-        """Return the index of a vector with rows of `whole` that are not `known`; None if none.
+        """Return the index of a vector that depends on rows of `whole` outside `known`, or None.
 
         It is found by bisection, since most vectors may be padding.
         """
@@ -177,9 +178,9 @@ class _Side:
     def neighbours(self, base: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """Yield a vector's index, and the indices that differ from it along one axis.
 
-        Along a long axis, five are enough if they all depend on the same rows, as tokens do. The
-        first 16 and a sample of all are enough if the sample depends on no other rows than these
-        16, as where windows and heads share one axis.
+        Along a long axis, only some indices are tried. If five of them depend on the same rows, as
+        the tokens of a sequence do, these five are enough. Windows and heads may share one axis, so
+        that rows repeat along it: then the first 16 indices and a few later ones are enough.
         """
         yield base
         for axis, length in enumerate(self.lengths):
@@ -258,7 +259,7 @@ def _key(rows: Touched) -> Key:
 
 
 def _adds(rows: Touched, known: Sequence[Touched]) -> bool:
-    """Return whether some rows are not among those that are known."""
+    """Return whether `rows` has rows that `known` does not have."""
     for key, axes in rows.items():
         for axis, mask in enumerate(axes):
             new = mask.clone()

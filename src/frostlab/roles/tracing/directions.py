@@ -1,4 +1,4 @@
-"""Which operand of an attention's scores is the query, told by the axis of the softmax.
+"""Which operand of an attention's scores is the query, found from the axis of the softmax.
 
 A softmax runs along the keys. So two scores whose indices differ only along its axis belong to one
 query and two keys. The product with the values sums along the same axis.
@@ -20,7 +20,7 @@ _TRIES = 8  # most indices of scores that are tried
 def query_operand(graph: Graph, softmax: Node, product: Node) -> int | None:
     """Return which operand (0 or 1) of the product that makes scores is the query.
 
-    None: that cannot be told.
+    Return None if this cannot be decided.
     """
     start = graph.edge(softmax, 0)
     edges = [edge for edge in graph.operands(product) if edge is not None]

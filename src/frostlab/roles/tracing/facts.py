@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 BATCH, LENGTH, TARGET_LENGTH = 2, 6, 5  # samples; tokens; tokens of a second sequence
 Arguments = dict[str, Any]
-_MELS = (  # what configs call the number of features of a frame of sound
+_MELS = (  # names in configs for the number of features per frame of sound
     "num_mel_bins", "n_mels", "input_feat_per_channel", "feature_projection_input_dim",
     "input_feat_size", "mel_bins", "feat_dim", "feature_size", "mel_dim", "input_dim", "input_size",
     "num_mels", "feature_dim", "in_channels", "num_features", "input_channels",

@@ -33,7 +33,7 @@ from frostlab.roles.tracing.surroundings import Around
 from frostlab.roles.tracing.trace import Trace, traced, watched_copy
 from frostlab.roles.tracing.verify import Unsteady, verify
 
-_LARGE = 300_000_000  # parameters from which a small copy is probed instead, if there is one
+_LARGE = 300_000_000  # a model with more parameters is read from a small copy, if one can be built
 _SMALL = 1 << 16  # parameters of a copy with at most this many entries get noise
 _MOST_CALLS = 12  # most guesses of inputs that are tried
 _RECOMPUTED = "its layers are recomputed, so they are not seen; turn torch.utils.checkpoint off"
@@ -62,9 +62,10 @@ class Found:
 
     placements: dict[str, tuple[Measured, Place]]
     attentions: int
-    passes: int  # of the test
-    unreached: tuple[str, ...]  # parameters whose role nothing shows
-    attention_names: tuple[tuple[list[str], list[str]], ...] = ()  # projections, outputs of each
+    passes: int  # number of forward passes of the test
+    unreached: tuple[str, ...]  # parameters whose role the passes do not show
+    # names of each attention's projections, and of its output projections
+    attention_names: tuple[tuple[list[str], list[str]], ...] = ()
     copied: bool = False  # whether a small copy of the model was probed
 
 
@@ -106,8 +107,8 @@ def _refuse_unseen(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise Indescribable(
-                "it is compiled by TorchScript, so its forward pass is not seen; pass the model "
-                "that it was made from"
+                "it is compiled by TorchScript, so its forward pass cannot be watched; pass the "
+                "model that it was made from"
             )
         if type(module).__module__.startswith("torch.ao.nn.quantized"):
             quantised[name] = type(module).__name__
@@ -251,8 +252,9 @@ def _refuse_without_history(
 ) -> None:
     """Raise an error if a projection of an attention is computed without gradients.
 
-    Such an attention is not seen, so it may differ from that of another layer, from which the role
-    of the projection was copied. A projection whose result is never used may have a copied role.
+    The trace misses such an attention, so it may differ from that of another layer, from which the
+    role of the projection was copied. If the result of a projection is never used, a copied role is
+    allowed.
     """
     seen = {use.parameter for node in graph.nodes if (use := graph.use(node)) is not None}
     hidden = graph.without_history() - seen
@@ -268,7 +270,7 @@ def _refuse_without_history(
 
 
 def _silent(attentions: Attentions, findings: Mapping[int, Finding]) -> set[int]:
-    """Return ids of attentions' projections that no head claims, as where inputs are zeros."""
+    """Return ids of attentions' projections that no head claims, such as those of zero inputs."""
     return {
         use.parameter
         for attention in attentions.found for side in attention.sides.values()
@@ -307,7 +309,8 @@ def _first_pass(model: nn.Module, batch: Any) -> tuple[Call, Trace]:
                 trace = traced(model, call)
             if trace.outputs:
                 again = traced(model, call)  # caches are filled now, as in all later passes
-                # If the second pass uses other parameters, as with cached results, take the first.
+                # The first pass may have filled a cache that the second reads instead of some
+                # parameters; then take the first.
                 differs = _parameters_used(again) != _parameters_used(trace)
                 return call, trace if differs else again
             raise TypeError("it returns no tensor that depends on its weights")

@@ -21,7 +21,7 @@ Node = Any  # a node of autograd's graph
 # operation → which of its inputs are multiplied
 _MATRIX = {"Mm": (0, 1), "Addmm": (1, 2), "Bmm": (0, 1), "Baddbmm": (1, 2), "Mv": (0, 1),
            "Dot": (0, 1), "GroupedMm": (0, 1), "Addbmm": (1, 2)}  # fmt: skip
-_LOOP = 3  # fewest joined results that can be the states of a loop
+_LOOP = 3  # fewer joined results than this are not taken for the states of a loop
 _SOFTMAXES = ("Softmax", "SafeSoftmax")
 ContractionKind = Literal["matrix", "convolution", "lookup"]
 

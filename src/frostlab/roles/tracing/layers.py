@@ -59,7 +59,7 @@ class Layers:
         self._add_side_lists(names, runs)
 
     def _add_side_lists(self, names: Sequence[str], runs: Mapping[str, Sequence[int]]) -> None:
-        """Give modules in lists that run in turn with the layers, such as norms, their numbers."""
+        """Count modules of other lists, such as norms, as parts of the layers if both alternate."""
         lists: dict[str, set[int]] = {}
         for name in names:
             segments = name.split(".")
@@ -88,7 +88,7 @@ class Layers:
         below = {other for other in inner if other.startswith(f"{path}.")}
         if not path or not below:
             return path
-        # If each head is a module, these are one list in the layer, and the output joins them.
+        # If each head is a module, a layer holds one list of heads; their shared output shows it.
         heads = bool(outputs) and len({_parent(other) for other in below}) == 1 and _alike(below)
         return path if heads else self._numbered(inputs)
 
@@ -99,7 +99,7 @@ class Layers:
 
         A module of a list is repeated if another module of the list has parameters of the same
         names, or at least the same matrices outside the attention, or if it is alone in the list.
-        In T5, each layer holds a list of different modules: the layers are repeated, those are not.
+        In T5, each layer holds a list of different modules, which are not repeated; the layers are.
         """
         if not names:
             return ""
@@ -179,10 +179,10 @@ class Layers:
             if not nested and (once or len(paths) > 1):
                 counts = {path: int(path.rpartition(".")[2]) for path in paths}
                 named = any(path.startswith(f"{stem}.") for path in paths for stem in self._stems)
-                first = min(counts.values()) if named else 0  # a list counts from 0 by itself
+                first = min(counts.values()) if named else 0  # a list is counted from 0
                 numbers |= {path: (count - first,) for path, count in counts.items()}
                 continue
-            if not all(started.values()):  # some never ran: the order of their names
+            if not all(started.values()):  # some never ran, so number them by name
                 numbers |= {path: (i,) for i, path in enumerate(sorted(paths, key=_natural))}
                 continue
             order = sorted((call, path) for path in paths for call in started[path])
@@ -192,9 +192,9 @@ class Layers:
 
 
 def _stems(names: Sequence[str], attentions: Iterable[Sequence[str]]) -> list[str]:
-    """Return paths that numbers are appended to, such as `encoder_layer_`, to name the layers.
+    """Return the beginnings of names such as `encoder_layer_0`, in which a number names a layer.
 
-    Attentions in a list, where a module's name is just a number, are left out.
+    Modules of a list, whose names are only numbers, are left out.
     """
     stems: dict[str, None] = {}
     for inputs in attentions:
@@ -229,9 +229,9 @@ def _local_names(names: Sequence[str]) -> dict[str, set[str]]:
 
 
 def _innermost(path: str, found: Iterable[str], pairs: Sequence[Any]) -> str:
-    """Return the module below this path whose list is like that of other layers; else the path.
+    """Return the module below this path in a list like those of other layers; else the path.
 
-    So a module whose attention differs from the others', as at the end of a stage, is a layer, too.
+    So a module counts as a layer even if its attention differs from that of the other layers.
     """
     forms = {_template(_parent(p)) for p in found}
     for inputs, _ in pairs:

@@ -1,8 +1,8 @@
 """Feed-forward networks: two projections with an activation function between them.
 
-In a layer, a projection whose input went through another projection and an activation function is
-`down`, and the other is `up`; if two meet in a product, the one behind the activation function is
-the `gate`. Several of them may be rows of one weight, which may also hold an attention's queries.
+In a layer, the first projection of such a network is `up` and the last is `down`. If the results of
+two first projections are multiplied, the one with the activation function is the `gate`.
+Several of them may be rows of one weight, which may also hold an attention's queries.
 """
 
 from collections.abc import Callable
@@ -120,7 +120,7 @@ class Networks:
         if len(found) > len(matrices) or any(c not in matrices for c in found):
             before = [n for c in found if c.activation for n in self.before(c.activation)[1]]
             if any(graph.kind(n) in ("Glu", "Mul") and self._gates_any(n) for n in before):
-                for part in (contraction, *matrices):  # a gated projection before a convolution
+                for part in (contraction, *matrices):  # a convolution after a gate
                     self.give(part, "conv")
                 return
         self.give(contraction, "down")
@@ -152,7 +152,7 @@ class Networks:
         return {key: (axes[key], masks[axes[key]]) for key, masks in touched(edge, uses).items()}
 
     def _glu(self, node: Node, matrices: list[Contraction]) -> None:
-        """Tell apart the rows of the halves that torch's `glu` multiplies: first up, then gate."""
+        """Find the rows of the two halves that torch's `glu` multiplies: up, then gate."""
         edge = self.graph.edge(node, 0)
         assert edge is not None
         uses = [use for c in matrices for use in (*c.weights, *c.bias)]
@@ -183,7 +183,7 @@ class Networks:
         return False
 
     def _gated(self, product: Node, matrices: list[Contraction]) -> None:
-        """Tell the gate from the projection that it multiplies."""
+        """Decide which factor of a product is the gate; the other is the projection `up`."""
         graph = self.graph
         sides = []
         for index in (0, 1):
@@ -299,7 +299,7 @@ class Networks:
 def _apart(
     own: dict[int, tuple[Tensor, ...]], other: dict[int, tuple[Tensor, ...]]
 ) -> dict[int, tuple[int, Tensor]]:
-    """Return id of an alias → the axis on which two factors differ, and the rows of `own`."""
+    """Return for each alias (by id) an axis on which two factors differ, and the rows of `own`."""
     rows = {}
     for key, masks in own.items():
         pairs = list(zip(masks, other.get(key, masks), strict=True))

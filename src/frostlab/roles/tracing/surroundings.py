@@ -1,7 +1,7 @@
 """Roles of the weights around the attentions, from where they stand in the graph.
 
-The output projection is what the attention's result goes through first. What comes before every
-attention is an embedding or a position, what comes after all of them the head.
+The first projection of an attention's result is its output projection. Weights before all
+attentions are embeddings or positions, and weights after all attentions are the head.
 """
 
 import math
@@ -231,7 +231,7 @@ class Around(Networks):
         return int(tokens.sum()) > 1
 
     def _attended(self, node: Node) -> bool:
-        """Return whether all that meets here comes from attentions, or from their values."""
+        """Return whether a node is computed only from results or values of attentions."""
         graph = self.graph
 
         def stop(other: Node) -> bool:
@@ -407,7 +407,7 @@ class Around(Networks):
         return weighs or any(graph.kind(node) in _CHOICES for node in after)
 
     def _takes_parts(self, node: Node) -> bool:
-        """Return whether a node takes single routing weights, or weighs stacked results by them."""
+        """Return whether a node selects routing weights, or multiplies stacked results by them."""
         graph = self.graph
         if graph.kind(node) == "Mul":
             edges = [graph.edge(node, index) for index in (0, 1)]
@@ -478,7 +478,7 @@ class Around(Networks):
         return "embedding" if kind == "Mul" and not self._follows(meeting) else "other"
 
     def _tokens_of(self, meeting: Node) -> int:
-        """Return how many vectors are in the parameters that are added here."""
+        """Return the number of vectors (rows) of the parameters that this node adds."""
         counts = [
             math.prod(shape_at(edge)[:-1])
             for index in range(len(meeting.next_functions))

@@ -1,7 +1,7 @@
 """One small forward pass of a model, watched: which parameter enters which operation.
 
 Every time a parameter enters a torch function, it is replaced by a tensor of its own (an alias), so
-that the autograd graph tells the uses of a shared parameter apart. Statistics of norms are held
+that the autograd graph distinguishes the uses of a shared parameter. Statistics of norms are held
 fixed: a norm over all heads would otherwise make every head depend on every row.
 
 The pass runs on a copy of the model's modules that shares its parameters, so the model keeps its
@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from frostlab.roles.tracing.facts import Call
 
 _NOISY_SIZE = 1 << 16  # parameters up to this size get noise, so that none is all zeros or ones
-_NOISE = 0.05  # its standard deviation
+_NOISE = 0.05  # standard deviation of the noise
 _KEPT_HOOKS = "torch.nn.utils"  # hooks that compute a weight, such as those of weight_norm
 _REDUCTIONS = {
     "mean", "var", "std", "norm", "vector_norm", "var_mean", "std_mean", "sum", "amax",
@@ -39,10 +39,10 @@ PRODUCTS = {
     "scaled_dot_product_attention",
 }  # fmt: skip
 PROJECTIONS = {"linear", "addmm", "conv1d", "conv2d"}
-_TRANSPOSES = {"T", "mT", "H", "mH"}  # attributes that compute a result, as functions do
-_CUTS = {"detach", "data"}  # their results have no history
+_TRANSPOSES = {"T", "mT", "H", "mH"}  # attributes that compute a result like a function
+_CUTS = {"detach", "data"}  # operations whose results have no autograd history
 SUMS = {"add", "__add__", "__radd__", "__iadd__", "add_"}
-_KEPT = PRODUCTS | PROJECTIONS | SUMS  # functions whose results are kept, to be pinned
+_KEPT = PRODUCTS | PROJECTIONS | SUMS  # functions whose results are kept for later passes (pins)
 _NORMS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"}
 
 
@@ -63,9 +63,9 @@ class Record:
     module: str  # path of the module that made it
     first: int  # number of the first graph node that it made
     last: int = 0  # number after the last one
-    result: Any = None  # kept of products, projections, sums and statistics
+    result: Any = None  # None, unless it is a product, projection, sum or statistic
     node: Any = None  # the graph node that made the result
-    indices: Tensor | None = None  # of embeddings
+    indices: Tensor | None = None  # for an embedding: the indices that were looked up
     given: bool = False  # whether the indices are an input of the model, other than positions
 
 
@@ -83,7 +83,7 @@ class Trace:
 
 
 class AnotherWay(Exception):
-    """A later pass made other calls than the first, as after a cache was filled."""
+    """A later pass made other calls than the first, e.g. because the first filled a cache."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Pin:
     always: bool = True  # False: only if none of the call's parameters has moved
 
     def copy(self, history: bool = True) -> Tensor:
-        """Return a copy; with `history` it requires a gradient: torch chooses kernels by that."""
+        """Return a copy; with `history` it requires a gradient, which decides torch's kernels."""
         leaf: Tensor = self.result.detach()
         return leaf.requires_grad_(history and leaf.is_floating_point()).clone()
 
@@ -288,7 +288,7 @@ class _Watch(TorchFunctionMode):
     def _is_norms_own(self, alias: int, values: Sequence[Tensor]) -> bool:
         """Return whether a parameter can scale or shift a norm.
 
-        A single number from which something is computed first cannot: it is a temperature.
+        A single number that is first used in another computation cannot: it is a temperature.
         """
         use = self.trace.uses[alias]
         return use.alias.numel() > 1 or any(value is use.alias for value in values)

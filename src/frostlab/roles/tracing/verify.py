@@ -1,7 +1,7 @@
-"""The test of what a trace has found: move the rows of some heads, and see what moves with them.
+"""The test of the roles that a trace has found: change rows of some heads, and see what changes.
 
 To move a row is to change its values. Every head of every role gets a binary code, and for each bit
-there are two passes: one moves the heads that have a one there, the other those that have a zero.
+there are two passes: one moves the heads whose bit is 1, the other the heads whose bit is 0.
 In each pass, the vectors of a head must change if and only if its rows were moved, in all layers.
 Rows of the same weights that no head claims are moved in every pass and must change nothing.
 """
@@ -33,7 +33,7 @@ from frostlab.roles.tracing.trace import (
 )
 
 _STILL = 1e-5  # largest change of a vector that has not moved, relative to the largest entry
-_MOVED = 1e-4  # smallest change of one that has
+_MOVED = 1e-4  # smallest change of a vector that has moved, relative to the same
 _FACTOR, _SHIFT = 1.5, 0.05  # moved rows are shifted, so that zeros change, and multiplied
 # operand of a product → the name under which autograd saves it
 _SAVED = {0: "self", 1: "mat2"}
@@ -103,10 +103,10 @@ def _verify(
 
 
 def _pins(graph: Graph, attentions: Attentions) -> dict[int, Pin]:
-    """Return number of a call → its result, if that stays as recorded.
+    """Return the calls that repeat their recorded result in later passes, by number.
 
-    Statistics, results and outputs of attentions, and residual sums always stay. Projections stay
-    unless one of their parameters moves. Short convolutions do not: their inputs may change.
+    Statistics, results and outputs of attentions, and residual sums always do. Projections do
+    unless one of their parameters is moved. Short convolutions do not, as their inputs may change.
     """
     records = graph.trace.records
     sides = [side for attention in attentions.found for side in attention.sides.values()]
@@ -212,8 +212,8 @@ def _depends(
 ) -> bool:
     """Return whether one vector depends on what was moved.
 
-    Keys of padding may depend on nothing, and if keys are joined from several tensors, not all may
-    come from the same earlier projection.
+    Keys of padding may depend on no weight. If keys are joined from several tensors, some may come
+    from another projection.
     """
     made = [*side.contractions, *(factor.contraction for factor in side.factors.values())]
     uses = [use for c in made for use in (*c.weights, *c.bias)] + side.bare

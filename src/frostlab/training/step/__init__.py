@@ -25,7 +25,7 @@ from frostlab.training.step.optimizer import Bf16Copies, build_optimizer
 # in BERT and GPT. It adds `_COMPILE_SECONDS` to the start of a run.
 _SAVED_PER_UNIT = 60e-12
 _COMPILE_SECONDS = {"GPT": 4.0, "Decoder": 4.0, "Conformer": 15.0}  # class of the model → seconds
-_OTHER_COMPILE_SECONDS = 8.0  # of every other class, as measured with BERT
+_OTHER_COMPILE_SECONDS = 8.0  # seconds for every other class, as measured with BERT
 _USUAL_SAVED = 2e-3  # seconds per step, where the size of a step is not known
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 # Further shapes of batches are compiled in about half the time of the first: with the 7 widths of

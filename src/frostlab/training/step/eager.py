@@ -139,8 +139,8 @@ class EagerStep:
     def dry_run(self, parts: list[Batch], scored: int | Tensor, local: bool = False) -> None:
         """Compute gradients and keep them, but restore random generators and buffers.
 
-        `local`: without DDP, so that processes need not do this at the same step. `GradientSum`
-        does not sum the gradients either way.
+        With `local`, DDP is left out, so that processes need not do this at the same step.
+        `GradientSum` never sums these gradients.
         """
         with torch.random.fork_rng(forked_devices(self.device)), preserve_buffers(self.objective):
             self.gradients(parts, scored, local)
