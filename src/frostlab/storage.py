@@ -408,7 +408,8 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
                     DamagedCache,
                     2,
                 )
-                os.replace(folder, _temporary_name(folder))  # other processes may still read it
+                # renamed in one step, so that no process finds a folder that is partly removed
+                os.replace(folder, _temporary_name(folder))
                 remove_temporary(folder.parent, folder.name)
             if not folder.is_dir():
                 with whole_folder(folder) as temporary:

@@ -178,9 +178,8 @@ def test_compiled_layers_with_fused_norms_equal_eager_ones(
             out.shape, device=CUDA, generator=torch.Generator(CUDA).manual_seed(1)
         )
         out.float().backward(upstream)
-        sides.append([out, start.grad, *(p.grad for p in own.parameters())])
-    for found, wanted in zip(*sides, strict=True):
         # the gradient of the keys' bias is 0 but for rounding
-        found, wanted = found.detach().double(), wanted.detach().double()
-        error = (found - wanted).norm() / (wanted.norm() + 0.1)
-        assert error < (6e-2 if precision == HALF else 1e-4)
+        learned = [p.grad for n, p in own.named_parameters() if not n.endswith("key.bias")]
+        sides.append([out, start.grad, *learned])
+    for found, wanted in zip(*sides, strict=True):
+        assert off(found, wanted.double()) < (3e-2 if precision == HALF else 1e-4)

@@ -52,8 +52,8 @@ from frostlab.training.batches.batch import collate, epoch_order, padding_limit
 
 FINE_TUNING = Optim(lr=2e-5)
 PRETRAINING = Optim(lr=3e-4, decay=0.1, betas=(0.9, 0.95))
-# For loss checks: at a higher rate, a GPT with an enlarged head overshoots and rounding errors
-# grow.
+# For loss checks, whose models have a head with larger weights (`enlarge_head`): at a higher rate,
+# a GPT overshoots and rounding errors grow.
 _SLOW = Optim(lr=2e-6)
 VOCABULARY = 50304
 Build = Callable[[BenchSettings, int], nn.Module]  # builds a model with the given number of layers

@@ -135,7 +135,9 @@ class Verdict:
     anytime: tuple[float, float] | None  # interval that holds however often one looks
     improvement: float | None  # how often a run of the arm beats a run of the baseline
     population: Paired | None
-    skewed: float | None  # skewness of the differences, or its mean over all arms, if notable
+    # notable skewness: the mean over all arms that have this baseline, or else that of this arm's
+    # differences; None if neither is notable
+    skewed: float | None
     missing: dict[str, int]  # arm → how many of its paired runs have no finite value
     together: tuple[str, ...]  # factors that differ together, if several (`Plan.together`)
     notes: tuple[str, ...] = ()

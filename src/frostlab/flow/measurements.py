@@ -104,9 +104,12 @@ class Report:
     values: dict[str, tuple[float, ...]]
     rates: tuple[float, ...]  # learning rate of each group; NaN if the group has none
     unreached: tuple[str, ...] = ()  # trainable tensors whose gradient was None
-    # mean of max |g| of the front (first two layers), the back (last two) and the output (head)
+    # max |g| of each tensor, averaged over the tensors of the front (first two layers), the back
+    # (last two) and the output (head)
     largest: dict[str, float] = field(default_factory=dict)
-    ranges: dict[str, float] = field(default_factory=dict)  # tensor of the front → max - min
+    ranges: dict[str, float] = field(
+        default_factory=dict
+    )  # tensor of the front → max - min of its weights
     broken: tuple[int, ...] = ()  # indices of the parts with NaN or infinity
     dead: dict[str, float] = field(default_factory=dict)  # module → dead fraction
     saturated: dict[str, float] = field(default_factory=dict)  # module → saturated fraction

@@ -12,19 +12,23 @@ from frostlab.models.fused.residual_norm import apply_linear
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
-def fits(x: Tensor) -> bool:
+def fits(dtype: torch.dtype) -> bool:
     """Return whether the kernels can take the place of torch's: in float32 they are less exact."""
-    return fused.HAS_TRITON and x.dtype in _DTYPES
+    return fused.HAS_TRITON and dtype in _DTYPES
 
 
 def gelu_of(linear: nn.Module, inputs: Tensor, approximate: str) -> Tensor:
-    """Return GELU of a linear map's output, by the kernels where they can be used."""
-    if not inputs.is_cuda or torch.compiler.is_compiling():
+    """Return GELU of a linear map's output, by the kernels where they can be used.
+
+    While a layer is compiled, `frostlab.training.step.fusion` decides.
+    """
+    device = inputs.device.type
+    autocasts = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocasts else inputs.dtype
+    if not inputs.is_cuda or torch.compiler.is_compiling() or not fits(dtype):
         return F.gelu(linear(inputs), approximate=approximate)
     x, bias = apply_linear(linear, inputs)
-    if fits(x):
-        return gelu(x, bias, approximate)
-    return F.gelu(linear(inputs), approximate=approximate)
+    return gelu(x, bias, approximate)
 
 
 def gelu(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:

@@ -22,7 +22,7 @@ from frostlab.surgery.stale import changes
 from frostlab.training.batches.batch import Batch
 from frostlab.training.distributed import Compute, GradientSum, blocks
 from frostlab.training.step.eager import EagerStep
-from frostlab.training.step.fusion import fuse_gelus, fuse_norms
+from frostlab.training.step.fusion import fuse_gelus, fuse_norms, writes_in_place
 from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import Bf16Copies
 
@@ -199,7 +199,7 @@ def join_linears(graph: Graph) -> None:
     """Join linear maps of the same input into one product; only trainable rows get a gradient."""
     by_input: dict[Any, list[_Linear]] = defaultdict(list)
     for node in list(graph.nodes):
-        if _writes_in_place(node):  # it may change an input, so do not join across it
+        if writes_in_place(node):  # it may change an input, so do not join across it
             _join_groups(graph, by_input.values())
             by_input.clear()
         linear = _as_linear(node)
@@ -223,19 +223,6 @@ def _as_linear(node: Node) -> _Linear | None:
     if not isinstance(x, Node) or any(w.op != "placeholder" for w in weights) or len(learns) > 1:
         return None
     return _Linear(node, x, weights, learns.pop())
-
-
-# In-place operators such as iadd; other names that begin with i, such as index, do no harm.
-_IN_PLACE = {"setitem", *(name for name in dir(operator) if name[:1] == "i")}
-
-
-def _writes_in_place(node: Node) -> bool:
-    """Return whether a node may change a tensor in place."""
-    if node.op == "call_method":
-        return str(node.target).endswith("_")
-    name = getattr(node.target, "__name__", "")
-    writes = name.endswith("_") or name in _IN_PLACE or bool({"out", "inplace"} & set(node.kwargs))
-    return node.op == "call_function" and writes
 
 
 def _join_groups(graph: Graph, groups: Iterable[list[_Linear]]) -> None:

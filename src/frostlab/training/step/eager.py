@@ -140,7 +140,7 @@ class EagerStep:
         """Compute gradients and keep them, but restore random generators and buffers.
 
         With `local`, DDP is left out, so that processes need not do this at the same step.
-        `GradientSum` never sums these gradients.
+        The caller sums the gradients over processes, if it needs the sum.
         """
         with torch.random.fork_rng(forked_devices(self.device)), preserve_buffers(self.objective):
             self.gradients(parts, scored, local)

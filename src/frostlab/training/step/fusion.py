@@ -31,6 +31,7 @@ class _Norm:
     eps: float
     total: Node | None = None  # the sum of the residual stream and a branch
     branch: Node | None = None  # without its dropout
+    dropped: Node | None = None  # the branch after its dropout, if it has one
     dropout: float = 0.0
 
 
@@ -40,7 +41,6 @@ def fuse_norms(graph: Graph) -> None:
         norm = _as_norm(node)
         if norm is not None:
             _replace(graph, norm)
-    graph.eliminate_dead_code()
     graph.lint()
 
 
@@ -52,7 +52,7 @@ def fuse_gelus(graph: Graph) -> None:
         linear = node.args[0]
         if not isinstance(linear, Node) or linear.target is not F.linear or len(linear.users) > 1:
             continue
-        if gelu.fits(_value(linear)):
+        if gelu.fits(_value(linear).dtype):
             learning = _detach_bias(graph, linear)
             approximate = node.kwargs.get("approximate", "none")
             with graph.inserting_before(node):
@@ -86,7 +86,40 @@ def _as_norm(node: Node) -> _Norm | None:
     if _value(stream).dtype != torch.float32 or stream is branch:
         return plain
     inside, dropout = _without_dropout(branch)
-    return _Norm(node, stream, weight, shift, plain.eps, x, inside, dropout)
+    dropped = None if inside is branch else branch
+    if not _can_move(dropped or x, x, node):
+        return plain
+    return _Norm(node, stream, weight, shift, plain.eps, x, inside, dropped, dropout)
+
+
+def _can_move(first: Node, total: Node, norm: Node) -> bool:
+    """Return whether the nodes from `first` to a sum can be computed where its norm is.
+
+    Nothing in between may read the sum, change a tensor in place, or draw random numbers, which
+    would then be drawn in another order; and nothing may change the sum in place.
+    """
+    if any(writes_in_place(user) for user in total.users):
+        return False
+    node = first.next
+    while node is not norm:
+        draws = any(word in str(node.target) for word in ("dropout", "attention", "rand"))
+        if total in node.all_input_nodes or writes_in_place(node) or draws:
+            return False
+        node = node.next
+    return True
+
+
+# In-place operators such as iadd; other names that begin with i, such as index, do no harm.
+_IN_PLACE = {"setitem", *(name for name in dir(operator) if name[:1] == "i")}
+
+
+def writes_in_place(node: Node) -> bool:
+    """Return whether a node may change a tensor in place."""
+    if node.op == "call_method":
+        return str(node.target).endswith("_")
+    name = getattr(node.target, "__name__", "")
+    writes = name.endswith("_") or name in _IN_PLACE or bool({"out", "inplace"} & set(node.kwargs))
+    return node.op == "call_function" and writes
 
 
 def _value(node: Node) -> Tensor:
@@ -119,7 +152,9 @@ def _replace(graph: Graph, norm: _Norm) -> None:
         learning = _detach_bias(graph, linear)
     order = {other: number for number, other in enumerate(graph.nodes)}
     source = norm.x if norm.total is None else norm.total
-    later = [user for user in source.users if user is not node and order[user] > order[node]]
+    later = [user for user in source.users if order[user] > order[node]]
+    if any(writes_in_place(user) for user in later):  # of x: without a sum, they go on reading it
+        later = []
     products = [u for u in node.users if u.target is F.linear and u.args and u.args[0] is node]
     products = [user for user in products if list(user.all_input_nodes).count(node) == 1]
     others = [user for user in node.users if user not in products]
@@ -137,6 +172,9 @@ def _replace(graph: Graph, norm: _Norm) -> None:
     for users, old, new in ((later, source, 0), (others, node, 1), (products, node, 2)):
         for user in users:
             user.replace_input_with(old, places[new])
+    for dead in (node, norm.total, norm.dropped, *places):
+        if dead is not None and not dead.users:
+            graph.erase_node(dead)
 
 
 def _detach_bias(graph: Graph, linear: Node) -> Node | None:

@@ -1,0 +1,191 @@
+"""Layers whose norms and GELUs are fused compute what they computed, with torch in the kernels."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import fused_stand_ins
+from frostlab.models.fused.gelu import gelu, gelu_of
+from frostlab.models.fused.residual_norm import add_and_norm, keep_and_norm, residual_norm
+from frostlab.models.gpt import GPTBlock, GPTConfig
+from frostlab.training.step.compiled import join_linears
+from frostlab.training.step.fusion import fuse_gelus, fuse_norms
+
+HALF = torch.bfloat16
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+
+
+class Fused:
+    """A backend that rewrites graphs and keeps them; autograd sees the fused operations."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __call__(self, module: GraphModule, inputs: Any) -> Callable[..., Any]:
+        from functorch.compile import nop
+        from torch._dynamo.backends.common import aot_autograd
+
+        fuse_norms(module.graph)
+        fuse_gelus(module.graph)
+        join_linears(module.graph)
+        module.recompile()
+        self.calls += [node.target for node in module.graph.nodes if node.op == "call_function"]
+        compiled: Callable[..., Any] = aot_autograd(fw_compiler=nop, bw_compiler=nop)(
+            module, inputs
+        )
+        return compiled
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused_stand_ins.use(monkeypatch)
+    torch._dynamo.reset()
+
+
+def bert() -> tuple[nn.Module, tuple[Any, ...]]:
+    from transformers import BertConfig
+    from transformers.models.bert.modeling_bert import BertLayer
+
+    config = BertConfig(hidden_size=32, num_attention_heads=4, intermediate_size=64)
+    config._attn_implementation = "sdpa"
+    return BertLayer(config), ()
+
+
+def gpt() -> tuple[nn.Module, tuple[Any, ...]]:
+    return GPTBlock(GPTConfig(width=32, heads=4, hidden=64, dropout=0.3)), (None,)
+
+
+def outcome(
+    layer: nn.Module, x: Tensor, arguments: tuple[Any, ...], precision: torch.dtype
+) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    torch.manual_seed(5)
+    with torch.autocast("cpu", HALF, enabled=precision == HALF):
+        out = layer(x, *arguments)
+    out = out[0] if isinstance(out, tuple) else out
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    out.backward(upstream.to(out.dtype))
+    assert x.grad is not None
+    found = {"out": out.detach(), "x": x.grad}
+    # the gradient of the keys' bias is 0 but for rounding
+    named = [(n, p.grad) for n, p in layer.named_parameters() if not n.endswith("key.bias")]
+    return found | {n: g for n, g in named if g is not None}
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], limit: float) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        error = float((found[name].float() - value.float()).norm() / value.float().norm())
+        assert error < limit, (name, error)
+
+
+@pytest.mark.parametrize("make", [bert, gpt])
+@pytest.mark.parametrize("precision", [torch.float32, HALF], ids=["float32", "bf16"])
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_a_fused_layer_is_the_same_function(
+    make: Callable[[], tuple[nn.Module, tuple[Any, ...]]], precision: torch.dtype, training: bool
+) -> None:
+    """With the same dropout masks: the sums are fused with their dropouts, in the same order."""
+    torch.manual_seed(0)
+    layer, arguments = make()
+    layer.train(training)
+    x, backend = torch.randn(2, 6, 32), Fused()
+    wanted = outcome(copy.deepcopy(layer), x, arguments, precision)
+    layer.compile(backend=backend)
+    found = outcome(layer, x, arguments, precision)
+    assert_same(found, wanted, 3e-2 if precision == HALF else 1e-5)
+    assert backend.calls.count(residual_norm) == 2
+    assert backend.calls.count(gelu) == (precision == HALF)
+    assert F.layer_norm not in backend.calls
+
+
+class Counted(nn.Module):
+    """A layer with a statistic that is counted in place, as batch norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps.add_(1)
+        return self.norm(x + self.linear(x))
+
+
+class ReadTwice(nn.Module):
+    """A sum that is read between it and its norm, and a dropout that would be drawn later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x + F.dropout(self.linear(x), 0.5)
+        other = F.dropout(total.exp(), 0.5)
+        return self.norm(total) + other + total
+
+
+class WrittenTo(nn.Module):
+    """A sum that is changed in place before its norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x + self.linear(x)
+        total[:, 0] *= 2
+        return self.norm(total) + total
+
+
+@pytest.mark.parametrize("make", [Counted, ReadTwice, WrittenTo])
+def test_what_a_rewrite_could_break_stays(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    layer, x = make(), torch.randn(3, 8)
+    wanted = outcome(copy.deepcopy(layer), x, (), torch.float32)
+    layer.compile(backend=Fused())
+    assert_same(outcome(layer, x, (), torch.float32), wanted, 1e-5)
+    assert [int(steps) for steps in layer.buffers()] in ([], [1])
+
+
+def test_operations_outside_a_compiler_are_the_same_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A block of GPT calls the operations itself if it is not compiled, on CUDA."""
+    torch.manual_seed(0)
+    block, (mask,) = gpt()
+    block.train()
+    x = torch.randn(2, 6, 32)
+    wanted = outcome(copy.deepcopy(block), x, (mask,), HALF)
+    seen = []
+
+    class AsOnCuda(Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr("frostlab.models.fused.chosen", lambda function, *_: function)
+
+    def called(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(x: Tensor, *arguments: Any) -> Any:
+            seen.append(function.__name__)
+            return function(x.as_subclass(AsOnCuda), *arguments)
+
+        return call
+
+    for function in (keep_and_norm, add_and_norm, gelu_of):
+        owner = "frostlab.models.gpt." + function.__name__
+        if function is gelu_of:
+            on_cuda = called(lambda inputs, linear, how: gelu_of(linear, inputs, how))
+            monkeypatch.setattr(
+                owner, lambda linear, inputs, how, f=on_cuda: f(inputs, linear, how)
+            )
+        else:
+            monkeypatch.setattr(owner, called(function))
+    found = outcome(block, x, (mask,), HALF)
+    assert_same(found, wanted, 3e-2)
+    assert len(seen) == 3
