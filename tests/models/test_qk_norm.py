@@ -81,7 +81,7 @@ def test_attention_equals_a_naive_loop_forward_and_backward(name: str) -> None:
     if name.startswith("decoder"):
         block.attend(x, model.angles(torch.arange(5)), None, None, None)
     else:
-        block.attend(x, None, None, None)
+        caught.append(block.attend(x, None, None, None))
     wanted = naive(block, model.config, x)
     # rotary angles are float32 in both
     torch.testing.assert_close(caught[0], wanted, rtol=1e-6, atol=1e-6)

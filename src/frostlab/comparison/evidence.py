@@ -30,8 +30,7 @@ SCHEMA = 6  # version of evidence.json
 CONVERGED = ("steps", "epochs", "seconds")  # what a run spent until it reached a target
 # Gradient flow in the first two layers of the model (measures/gradients.py).
 QUANTITIES = ("front_ratio", "weight_change", "update")
-# EEG: mean and std of r over the subjects of the training data (seen) and over other subjects
-# (unseen), each cut into segments of 60 s; the score of the Auditory EEG challenge
+# EEG segments of 60 s: mean and std of r over training (seen) and other subjects; challenge score
 SEGMENTS = ("seen", "seen_std", "unseen", "unseen_std", "score")
 _MOST_VALUES = 10**7  # numbers and texts in evidence.json
 Schema = TypeVar("Schema")
@@ -96,9 +95,7 @@ class ArmVerdict:
     anytime: tuple[float | None, float | None] | None  # interval valid for any number of analyses
     improvement: float | None  # how often a run of the arm beats a run of `baseline`
     population: Effect | None  # effect for other test examples; only for accuracy
-    # notable skewness: the mean over all arms that have this baseline, or else that of this arm's
-    # differences; None if neither is notable
-    skewed: float | None
+    skewed: float | None  # skewness of this arm's differences or, on average, of all arms'; if high
     missing: dict[str, int]  # arm → how many of its paired runs have no finite value
     together: tuple[str, ...]  # factors that differ together, if several (`Plan.together`)
     notes: tuple[str, ...]  # remarks, such as why a run has no value

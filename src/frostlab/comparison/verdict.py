@@ -135,9 +135,7 @@ class Verdict:
     anytime: tuple[float, float] | None  # interval that holds however often one looks
     improvement: float | None  # how often a run of the arm beats a run of the baseline
     population: Paired | None
-    # notable skewness: the mean over all arms that have this baseline, or else that of this arm's
-    # differences; None if neither is notable
-    skewed: float | None
+    skewed: float | None  # skewness of this arm's differences or, on average, of all arms'; if high
     missing: dict[str, int]  # arm → how many of its paired runs have no finite value
     together: tuple[str, ...]  # factors that differ together, if several (`Plan.together`)
     notes: tuple[str, ...] = ()

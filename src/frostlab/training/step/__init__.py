@@ -21,9 +21,11 @@ from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import Bf16Copies, build_optimizer
 
 # Measured by benchmarks/kinds.py on an H200 (docs/measurements.md, "Kinds of step"). Compiling a
-# captured step saves elementwise work: 58 to 72 picoseconds per token, layer and unit of the width,
-# in BERT and GPT. It adds `_COMPILE_SECONDS` to the start of a run.
-_SAVED_PER_UNIT = 60e-12
+# captured step saves elementwise work: 71 picoseconds per token, layer and unit of the width in
+# BERT. In frostlab's GPT it saved 58 to 69, but its layers now have most of that without compiling
+# (benchmarks/residual_norm.py). Compiling adds `_COMPILE_SECONDS` to the start of a run.
+_SAVED_PER_UNIT = {"GPT": 33e-12}  # class of the model → seconds
+_OTHER_SAVED_PER_UNIT = 60e-12
 _COMPILE_SECONDS = {"GPT": 4.0, "Decoder": 4.0, "Conformer": 15.0}  # class of the model → seconds
 _OTHER_COMPILE_SECONDS = 8.0  # seconds for every other class, as measured with BERT
 _USUAL_SAVED = 2e-3  # seconds per step, where the size of a step is not known
@@ -59,12 +61,14 @@ def compile_cost(model: nn.Module, tokens: float | None, shapes: int = 1) -> Com
     batches, not on times or caches of this machine: compiled layers round differently, and the same
     recipe should give the same numbers.
     """
-    first = _COMPILE_SECONDS.get(type(model).__name__, _OTHER_COMPILE_SECONDS)
+    kind = type(model).__name__
+    first = _COMPILE_SECONDS.get(kind, _OTHER_COMPILE_SECONDS)
     taken = first * (1 + _FURTHER_SHAPE * (shapes - 1))
     widths = [_width(block) for block in blocks(model)]
     if tokens is None or not any(widths):
         return CompileCost(_USUAL_SAVED, taken)
-    return CompileCost(_SAVED_PER_UNIT * tokens * sum(widths), taken)
+    saved = _SAVED_PER_UNIT.get(kind, _OTHER_SAVED_PER_UNIT)
+    return CompileCost(saved * tokens * sum(widths), taken)
 
 
 def _width(block: nn.Module) -> int:

@@ -153,7 +153,9 @@ def _replace(graph: Graph, norm: _Norm) -> None:
     order = {other: number for number, other in enumerate(graph.nodes)}
     source = norm.x if norm.total is None else norm.total
     later = [user for user in source.users if order[user] > order[node]]
-    if any(writes_in_place(user) for user in later):  # of x: without a sum, they go on reading it
+    # `_can_move` has made sure that no sum is changed in place; an x without a sum may be, and its
+    # readers are then left as they are
+    if any(writes_in_place(user) for user in later):
         later = []
     products = [u for u in node.users if u.target is F.linear and u.args and u.args[0] is node]
     products = [user for user in products if list(user.all_input_nodes).count(node) == 1]
