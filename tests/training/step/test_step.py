@@ -100,7 +100,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_cost_of_compiling_is_the_measured_one(case: str) -> None:
-    """Near what was saved and taken on an H200; the Conformer saves more than is promised."""
+    """Near what was saved and taken on an H200; the Conformer saves more than is promised.
+
+    A GPT that is not compiled has fused norms since then, so that compiling saves less.
+    """
     record = Path(__file__).parents[3] / "docs/records/h200.jsonl"
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     measured = {r["way"]: r for r in lines if r["benchmark"] == "kinds" and r["case"] == case}
@@ -109,6 +112,11 @@ def test_the_cost_of_compiling_is_the_measured_one(case: str) -> None:
     with torch.device("meta"):
         cost = compile_cost(build(), tokens)
     saved = (plain["ms"] - compiled["ms"]) / 1e3
+    if case.startswith("gpt"):
+        steps = [r for r in lines if r["benchmark"] == "residual norm in steps"]
+        with_kernels = {r["compiled"]: r["ms"] for r in steps if r["case"] == "gpt classifies"}
+        now = (with_kernels[False] - with_kernels[True]) / 1e3
+        saved = now * tokens / CASES["gpt classifies"][1]
     assert saved / 4 < cost.saved < 1.2 * saved
     assert case == "conformer" or cost.saved > 0.8 * saved
     assert cost.taken == pytest.approx(compiled["prepare_s"] - plain["prepare_s"], rel=0.5)

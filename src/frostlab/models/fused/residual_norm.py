@@ -1,8 +1,8 @@
 """A residual sum with the layer norm after it: in Triton kernels on CUDA, else in torch's.
 
 One kernel adds a branch to the residual stream, normalises the sum, and writes the result in the
-dtype in which the next linear map needs it. One more kernel computes all gradients of the backward
-pass, those of the branch's dropout and bias included; torch takes up to eight.
+dtype in which the next linear map needs it. Two more compute all gradients, those of the branch's
+dropout and bias included.
 """
 
 from typing import Any
