@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
@@ -50,6 +51,20 @@ def test_flags_are_shown_without_a_value(command: str, in_this_process: Command)
     assert result.returncode == 0, result.stderr
     assert "--help" in result.stdout
     assert "bool" not in result.stdout.lower()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_help_fills_the_lines_of_a_terminal(
+    width: int, in_this_process: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line of a paragraph ends only where the next word would not fit."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = in_this_process("diagnose", "--help").stdout
+    lines = [line.strip() for line in text[: text.index("╭")].split("\n")]
+    pairs = [(line, after) for line, after in pairwise(lines) if line and after]
+    assert len(pairs) > 5
+    for line, after in pairs:
+        assert len(line) + 1 + len(after.split()[0]) > width - 4, line
 
 
 @pytest.mark.parametrize("encoding", slow_unless(["ascii"], ["ascii", "utf-8"]))

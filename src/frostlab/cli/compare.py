@@ -52,8 +52,9 @@ def compare(
         typer.Argument(
             metavar="COMPARISON",
             help="Name or YAML file of a comparison, group or recipe, or the plan.json of a "
-            "comparison to carry out again. With --runs, give one argument for each arm: a run, a "
-            "folder of runs, or a pattern in quotes, e.g. 'runs/a-*'; the first is the baseline.",
+            "comparison to carry out again. With the flag --runs, these are finished runs instead: "
+            "one argument for each arm, which is a run, a folder of runs, or a pattern in quotes, "
+            "e.g. 'runs/a-*'; the first is the baseline.",
         ),
     ],
     runs: Annotated[

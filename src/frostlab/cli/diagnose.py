@@ -77,15 +77,16 @@ def diagnose(
 ) -> None:
     """Report which parts of a model do not learn, and why.
 
-    A part is all tensors of one role, such as query, in one layer or outside the layers.
-    For a run, diagnose reads the run's records and trains nothing.
+    In this command, a part is all tensors of one role, such as query, in one layer or
+    outside the layers. For a run, diagnose reads the run's records and trains nothing.
 
     A recipe is trained first, for --epochs or --steps. If the recipe has stages (phases
-    that train different weights), they share these epochs or steps. The result is also
-    compared with the recipe's targets: the setting evaluate.target and, for EEG, the
-    validation correlation, the gradient of the first layers and the change of their
-    weights. For EEG, diagnose also shows the norm of the gradient and, if something
-    is wrong, what the authors of the published EEG study advise.
+    that train different weights), they share these epochs or steps. The result is then
+    compared with targets: the value of the metric that the recipe sets as
+    evaluate.target and, for EEG, three targets of a published study: the correlation on
+    the tune split, the gradient of the first layers relative to the head's, and the change
+    of the first layers' weights. For EEG, diagnose also shows how steady the norm of the
+    whole model's gradient was, and the study's advice if something is wrong.
 
     The exit code is 1 if the run diverged, if a frozen part changed, if a recipe missed
     a target, or if a part that is not frozen explodes, does not learn, or changes

@@ -61,9 +61,9 @@ def inspect(
 ) -> None:
     """Show a model's parts, which of them are trainable, and how much freezing can save at most.
 
-    A part is a parameter or, if query, key and value are fused in one parameter, the rows
-    of one of them. No weights and no data are read. For a model on the Hugging Face hub,
-    only its config is downloaded and, with --trust-remote-code, its code.
+    In this command, a part is a parameter or, if query, key and value are fused in one
+    parameter, the rows of one of them. No weights and no data are read. For a model on the
+    Hugging Face hub, only its config is downloaded and, with --trust-remote-code, its code.
 
     Tables describe the parts of common architectures. For any other model, a small forward
     pass shows which weights each attention head uses, and a test checks the result. The line

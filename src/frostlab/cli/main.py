@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from inspect import cleandoc
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -39,12 +40,26 @@ def _without_value(params: list[Any]) -> list[Any]:
     return params
 
 
+def _joined(text: str | None) -> str:
+    """Join the lines of each paragraph; the width of the terminal decides where they break."""
+    paragraphs = cleandoc(text or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
 class _Command(TyperCommand):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.help = _joined(self.help)
+
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_value(super().get_params(ctx))
 
 
 class _Group(TyperGroup):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.help = _joined(self.help)
+
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_value(super().get_params(ctx))
 

@@ -103,8 +103,8 @@ ScaleOption = Annotated[
     typer.Option(
         "--scale", metavar="tiny|small|full",
         help="tiny, small: make the run smaller, with fewer examples and steps and, unless the "
-        "model is pretrained, narrower layers; on 2 CPU cores, tiny takes seconds and small "
-        "minutes. full: the recipe's own sizes.",
+        "model is pretrained, narrower layers. On 2 CPU cores, tiny takes seconds, and "
+        "small takes minutes. full: the recipe's own sizes.",
     ),
 ]  # fmt: skip
 StandIn = Annotated[

@@ -94,8 +94,9 @@ def list_runs(
         str | None,
         typer.Option(
             metavar="KEYS", autocompletion=complete_keys,
-            help="Show one row, with means, for all runs that have the same values of these keys; "
-            "with -seed, for all runs that differ only in the seed.",
+            help="Show one row, with means, for all runs that have the same values of these keys. "
+            "--group -seed means all keys except the seed: one row for runs that differ only in "
+            "the seed.",
         ),
     ] = None,
     wide: Wide = False,
