@@ -6,7 +6,7 @@ from typing import Any
 
 from frostlab.records import SCHEMA
 
-CAUTION = "selected on the reporting split"
+CAUTION = "checkpoint selected on the reporting split"
 SHAPE = {"device": "cpu", "precision": "float32", "processes": 1, "threads": 1}
 START: dict[str, Any] = {
     "kind": "start", "at": 100.0, "step": 0, "schema": SCHEMA, "name": "imdb",

@@ -31,7 +31,7 @@ _FONT = "Liberation Sans, Arial, Helvetica, Noto Sans CJK SC, Noto Sans CJK JP, 
 _INK = "#222222"  # text on white; in a page, text has the page's own colour
 LONGEST = 100  # most characters of a text in a chart
 _LARGEST = 1e300  # larger numbers, such as infinity, are not drawn
-LABEL = 40  # most characters of a label at an axis, whose width is slow to measure
+LABEL = 40  # most characters of a label at an axis: the width of a long one is slow to measure
 _ID = re.compile(r'( id="|"url\(#)((?:clip|gradient_)\d+)(?=[")])')
 _ATTRIBUTE = re.compile(r' ([\w:-]+)="([^"]*)"')
 _SHAPE = re.compile(r'<(path|rect|line|circle)((?: [\w:-]+="[^"]*")+)(/?)>')
@@ -68,8 +68,8 @@ def themed(
     """Return a chart's specification in frostlab's theme, for a page or on a white background.
 
     `chart` is an Altair chart or its specification; a theme that it has already is replaced.
-    `data` are the rows of its named data. They are added last, because Altair copies and validates
-    its data at every call.
+    `data` maps the names of its datasets to their rows, which are only added here, because Altair
+    copies and validates all data at every call.
     """
     ink = "currentColor" if in_page else _INK
     spec = dict(chart) if isinstance(chart, dict) else chart.to_dict(validate=False)
@@ -102,8 +102,9 @@ def still(chart: Any, draw: Callable[[str], str] | None = None) -> str:
     """Draw a chart or its specification as SVG on a white background, without zoom.
 
     A chart that can be zoomed clips its marks at the axes. A still picture shows all marks, so zoom
-    and clipping are removed: clipping takes most of the time of turning SVG into PNG. `draw` draws
-    JSON in another process; by default it is drawn in this one.
+    and clipping are removed: clipping takes most of the time of turning SVG into PNG. `draw` is
+    a function that turns a specification, as JSON, into SVG; `drawing.Drawer.svg` does so in
+    another process. By default, this process draws.
     """
     spec = themed(chart, in_page=False)
     if _has_zoom(spec):

@@ -1,4 +1,7 @@
-"""The environment variables by which torchrun, or a queue, tells a process about the others."""
+"""The environment variables by which torchrun, or a queue, tells a process about the others.
+
+A queue, such as that of `frostlab matrix`, trains many runs in worker processes.
+"""
 
 import os
 import shlex
@@ -10,10 +13,12 @@ from typing import Self
 from frostlab.errors import BadInput
 from frostlab.storage import Lock
 
-# A queue of runs sets these for its workers.
-AT_ONCE = "FROSTLAB_RUNS_AT_ONCE"
-COMMAND = "FROSTLAB_COMMAND"
-TURNS = "FROSTLAB_TURNS"  # a folder with a file for each run that may take steps at once
+# A queue sets these for its workers.
+AT_ONCE = "FROSTLAB_RUNS_AT_ONCE"  # how many runs may share the worker's device
+COMMAND = "FROSTLAB_COMMAND"  # the command that started the queue
+# If fewer runs may take steps at the same time than may share the device: a folder with as many
+# files as runs that may take steps. A run takes steps while it holds the lock of one of the files.
+TURNS = "FROSTLAB_TURNS"
 _MOST_PROCESSES = 10**6
 
 
@@ -43,10 +48,10 @@ def runs_at_once() -> int:
 
 
 class Turn:
-    """The permission to take steps, where a queue lets more runs share a device than train at once.
+    """The permission of a run to take training steps on a device that it shares with other runs.
 
-    A turn is the lock of one of the files in the folder that the queue names, so a process that
-    dies gives its turn back. Without such a folder, every run may take steps at any time.
+    It is the lock of one of the files in the folder `TURNS`, so the system gives it back if the
+    process dies. If `TURNS` is not set, every run may take steps at any time.
     """
 
     def __init__(self) -> None:

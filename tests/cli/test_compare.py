@@ -50,7 +50,7 @@ def test_a_plan_is_carried_out_again(compared: Path, in_this_process: Command) -
     refused = in_this_process("compare", plan, "--out", out, "--seeds", "3", "--set", "seed=1")
     assert refused.returncode == 2
     assert refused.stderr == (
-        f"frostlab: {plan} is carried out as it is; it cannot be changed (seeds, seed)\n"
+        f"frostlab: {plan} is a plan, which cannot be changed; leave out: seeds, seed\n"
     )
 
 

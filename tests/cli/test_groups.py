@@ -26,7 +26,7 @@ def test_a_group_is_compared_shown_judged_and_verified(
     assert done.returncode == 0, done.stderr
     assert "comparison 1 of 1: random" in done.stderr
     assert "rates: not run" in done.stdout
-    assert "Caution: selected on the reporting split." in done.stdout
+    assert "Caution: checkpoint selected on the reporting split." in done.stdout
     assert "\nNot as published: train.steps 3 → 2.\n" in done.stdout
     assert "random: confounded by optim.lr 0.003 → 0.01" in done.stdout
     folder = "comparisons/mine-as-published"
@@ -41,7 +41,7 @@ def test_a_group_is_compared_shown_judged_and_verified(
     assert verified.stdout == "1 checked; all files are as they were written\n"
     member = in_this_process("show", "mine-as-published/random")
     assert "confounded by optim.lr 0.003 → 0.01" in member.stdout
-    assert "caution: selected on the reporting split" in member.stdout
+    assert "caution: checkpoint selected on the reporting split" in member.stdout
     values = json.loads(in_this_process("show", folder, "--json").stdout)["summary"]
     assert values["comparisons"][1]["arms"][1]["verdict"] == "confounded"
     assert in_this_process("runs", "--runs", f"{folder}/random/runs").stdout.count("finished") == 2

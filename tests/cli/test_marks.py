@@ -183,7 +183,7 @@ def test_comparisons(place: Path, in_this_process: Command, tmp_path: Path) -> N
         assert done.returncode == 0, done.stderr
         assert is_marked(done.stdout), arguments
     again = in_this_process("compare", f"{folders[0]}/plan.json", "--stand-in")
-    assert "is carried out as it is; it cannot be changed (stand-in)" in again.stderr
+    assert "is a plan, which cannot be changed; leave out: stand-in" in again.stderr
 
 
 @pytest.mark.slow

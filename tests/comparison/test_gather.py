@@ -108,7 +108,7 @@ def test_an_edited_run_is_refused_and_no_look_is_taken(tmp_path: Path) -> None:
         f"{run / 'result.json'} was changed after it was written; delete {run} to train it again"
     )
     write_manifest(run)  # the manifest fits, but the events do not
-    with pytest.raises(fl.BadInput, match=r"report differs from the report in events\.jsonl"):
+    with pytest.raises(fl.BadInput, match=r"reported metrics are not those in events\.jsonl"):
         judge_again(tmp_path / "c")
     events = (run / "events.jsonl").read_text()
     edit_report(run, accuracy=1.0)  # the events fit, too, but the predictions do not

@@ -199,7 +199,7 @@ def test_a_quick_look_at_arms_that_cannot_be_cut_short_is_refused() -> None:
 
 @pytest.mark.parametrize(("key", "instead"), [("treatment", "arms"), ("seed", "seeds")])
 def test_what_each_arm_has_of_its_own_cannot_be_set(key: str, instead: str) -> None:
-    with pytest.raises(BadInput, match=f"set {key}: the runs differ in it; use {instead}"):
+    with pytest.raises(BadInput, match=f"{key} cannot be set for all runs; use {instead}"):
         make_plan({"recipe": SMALL, "arms": ARMS}, settings={key: "oelm"})
-    with pytest.raises(BadInput, match=f"set {key}: the runs differ in it; use {instead}"):
+    with pytest.raises(BadInput, match=f"{key} cannot be set for all runs; use {instead}"):
         make_plan({"recipe": SMALL, "arms": ARMS, "set": {f"{key}.x": 1}})

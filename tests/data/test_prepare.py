@@ -270,7 +270,7 @@ def test_published_splits_are_whole(
         "train": train,
         "report": count,
     }
-    assert found.caution == "selected on the reporting split"
+    assert found.caution == "checkpoint selected on the reporting split"
     assert found.classes == {"sst2": 2, "mnli": 3}[name]
 
 

@@ -98,7 +98,7 @@ def test_the_count_of_dropped_texts_is_recorded(
         "train": 300,
         "report": 57,
     }
-    assert published.caution == "selected on the reporting split"
+    assert published.caution == "checkpoint selected on the reporting split"
     assert honest.caution is None
 
 
@@ -110,7 +110,7 @@ def test_a_published_report_can_be_a_share_of_train(
     settings = {"name": "openwebtext", "task": "language", "length": 4, "splits": "published"}
     words = {"kind": "words"}
     found = prepare(recipe(words, **settings, report=0.01), tmp_path, cache)
-    assert found.caution == "selected on the reporting split"
+    assert found.caution == "checkpoint selected on the reporting split"
     assert {role: split.carved_from for role, split in found.described.items()} == {
         "train": None, "report": "train",
     }  # fmt: skip
@@ -152,7 +152,7 @@ def test_documents_are_carved_from_the_end(
     assert texts["report"] == [row["text"] for row in rows[95:]]
     assert texts["tune"] == [row["text"] for row in rows[90:95]]
     assert texts["train"] == [row["text"] for row in rows[:90] if row is not rows[97]]
-    assert "less 1 whose text is also in report or tune" in found["train"].note
+    assert "without 1 row whose text is also in report or tune" in found["train"].note
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3])

@@ -49,7 +49,7 @@ def test_words_of_other_splits_are_counted_when_asked_for_and_it_is_said(
     found = prepare(recipe(wanted, name="own", path=str(path)), cache=cache)
     words = Tokenizer.from_file(str(found.tokenizer)).get_vocab()
     assert sum(word.startswith("alone") for word in words) == known
-    assert found.caution == (f"made with a vocabulary that knows the words of {' and '.join(also)}")
+    assert found.caution == (f"vocabulary made with the words of {' and '.join(also)}, too")
     honest = prepare(recipe({"kind": "words"}, name="own", path=str(path)), cache=cache)
     assert honest.caution is None
     assert honest.digest != found.digest

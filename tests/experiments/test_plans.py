@@ -97,7 +97,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"only": ["rate"]}, "--only rate is not a comparison of mine; did you mean `rates`?"),
     ({}, {"changes": {"seeds": 0}}, "mine, rates: seeds 0: a comparison needs at least one seed"),
     ({}, {"settings": {"optim.lt": 1}}, "mine, rates: settings: optim.lt is not a key; did you"),
-    ({}, {"settings": {"treatment": "oelm"}}, "set treatment: the runs differ in it; use arms"),
+    ({}, {"settings": {"treatment": "oelm"}}, "treatment cannot be set for all runs; use arms"),
     ({"fair": {}}, {}, "mine has no fair comparisons; compare it with --as-published"),
     ({"published": {}}, {"as_published": True}, "mine has no published comparisons; compare it"),
     ({"fair": {"a": {"recipe": "plain.yaml", "arm": []}}}, {}, "mine, a: comparison: arm is not a"),

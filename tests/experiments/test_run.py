@@ -31,21 +31,21 @@ def test_as_published_every_place_says_confounded(published: fl.GroupResult) -> 
     assert oelm.gap.effect == pytest.approx(oelm.mean - plain.mean)  # type: ignore[operator]
     assert oelm.time is not None
     assert oelm.time.ratio > 0  # type: ignore[operator]
-    assert entry.caution == "selected on the reporting split"
+    assert entry.caution == "checkpoint selected on the reporting split"
     assert (entry.changed, entry.reduced, entry.baseline_treated) == ((), (), None)
     assert (other.name, other.status, other.arms) == ("random", "not run", ())
     folder = published.folder / "rates"
     values = json.loads((folder / "comparison.json").read_text())
-    assert values["caution"] == "selected on the reporting split"
+    assert values["caution"] == "checkpoint selected on the reporting split"
     gap = values["comparison"]["accuracy_gap"]
     assert (gap["verdict"], gap["confounds"]) == ("confounded", ["optim.lr 0.003 → 0.01"])
     page = (folder / "comparison.md").read_text()
     assert "The comparison rates of the group mine (a tiny group), as published:" in page
-    assert "Caution: selected on the reporting split." in page
+    assert "Caution: checkpoint selected on the reporting split." in page
     summary = published.page.read_text()
     assert "| confounded |" in summary
     assert "optim.lr 0.003 → 0.01" in summary
-    assert "Caution: selected on the reporting split." in summary
+    assert "Caution: checkpoint selected on the reporting split." in summary
 
 
 def test_a_run_of_an_arm_has_the_recipe_of_its_experiment(published: fl.GroupResult) -> None:

@@ -225,7 +225,7 @@ DOUBTS: dict[str, tuple[Change, str]] = {
         "model.head, model.width differ together",
     ),
     "a missed harm": (_assay, "was not found, so this comparison cannot see a harm"),
-    "looks": (_looks, "Looked at too often: look 2 at this question"),
+    "looks": (_looks, "Too many looks at the results: look 2 at this question"),
     "a pair": (
         lambda values: values.update(
             refused_pairs=[{"arm": "oelm", "seed": 3, "reason": "other data"}]

@@ -113,10 +113,11 @@ def test_every_number_of_the_page_is_in_a_record_and_torch_stays_out(tmp_path: P
 def test_the_first_screen_has_the_result_and_its_curve(tmp_path: Path) -> None:
     shown = document(made(tmp_path / "run"), "en")
     texts = [plain_text(block) for block in shown.first if isinstance(block, Paragraph)]
-    assert "Caution: selected on the reporting split." in texts
+    assert "Caution: checkpoint selected on the reporting split." in texts
     assert 'Trained: gpt on sst2, treatment {"freeze": ["query"]}, seed 3.' in texts
-    assert "Result: accuracy 0.00% on the reporting split." in texts
-    assert "Best accuracy on the selecting split: 80.00% at step 20 of 30." in texts
+    assert "Result: accuracy 0.00% on the report split." in texts
+    best = "Best accuracy on the split that selects the checkpoint: 80.00% at step 20 of 30."
+    assert best in texts
     (curve,) = [block for block in shown.first if isinstance(block, Figure)]
     evaluations = [row for row in curve.rows if row["curve"] == "accuracy"]
     assert [(row["step"], row["value"]) for row in evaluations] == [(10, 0.5), (20, 0.8), (30, 0.7)]

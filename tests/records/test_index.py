@@ -76,7 +76,7 @@ def test_a_finished_run_is_summarised(tmp_path: Path) -> None:
         metric="accuracy",
         value=0.8,
         report={"accuracy": 0.0, "loss": 0.5},
-        caution="selected on the reporting split",
+        caution="checkpoint selected on the reporting split",
         total_seconds=9.5,
         step_ms=4.5,
         runs_at_once=1,

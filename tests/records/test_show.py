@@ -61,7 +61,7 @@ name            status    treatment  seed  steps  best              report  step
 imdb-gpt-1      finished  oelm          3   1200  accuracy=0.8123   0.8       40.12  1:02:05
 imdb-published  finished  oelm         12   1200  accuracy=0.8123*  0.8*      40.12  1:02:05
 torn            damaged   –             –      –  –                 –             –        –
-* selected on the reporting split
+* checkpoint selected on the reporting split
 torn: result.json is not a JSON object
 """
     assert runs_table(runs) == text.strip()
@@ -197,7 +197,7 @@ def test_a_run_is_shown_in_fixed_form(tmp_path: Path) -> None:
         "results",
         "  best     accuracy 0.75 at step 20",
         "  report   accuracy 0.74, loss 0.5",
-        "  caution  selected on the reporting split",
+        "  caution  checkpoint selected on the reporting split",
         "",
         "clocks",
         "  total               1:02:05 (3725 s)",

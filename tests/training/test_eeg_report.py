@@ -249,7 +249,7 @@ def test_a_page_is_drawn_from_a_run(finished: RunRecord, tmp_path: Path) -> None
     drawn = {path.stem for path in page.parent.glob("*.png")}
     assert drawn >= {"r-report", "r-unseen", "excerpt-1", "excerpt-2", "kernels", "channels"}
     text_run = run(tiny(train__epochs=1), out=tmp_path / "text")
-    with pytest.raises(BadInput, match="a run for classification; this page is for runs"):
+    with pytest.raises(BadInput, match="a run for classification; a page with figures needs"):
         draw_run(text_run.folder)
 
 

@@ -198,7 +198,7 @@ def test_published_splits_report_the_best_evaluation_and_say_so(tmp_path: Path) 
         data={"name": "sst2", "splits": "published", "length": 8}, tokenizer={"kind": "words"}
     )
     record = fl.run(recipe, runs=tmp_path / "runs", data_dir=tmp_path)
-    assert record.result.caution == "selected on the reporting split"
+    assert record.result.caution == "checkpoint selected on the reporting split"
     evaluations = record.events(EvaluationEvent)
     assert {e.split for e in evaluations} == {"report"}
     looks = [e.metrics["accuracy"] for e in evaluations if e.checkpoint is None]

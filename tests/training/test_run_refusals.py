@@ -97,7 +97,7 @@ def test_a_batch_that_cannot_fit_is_refused_before_training(
     monkeypatch.setattr(setup, "free_bytes", lambda device: 4_000_000)
     with pytest.raises(fl.BadInput, match="train.batch 256 cannot fit: a step needs at least") as e:
         fl.run(recipe, runs=tmp_path)
-    assert "cpu has 0.004 GB free; about" in str(e.value)
+    assert "cpu has 0.004 GB free; a batch of about" in str(e.value)
     assert not list(tmp_path.iterdir())
     largest = int(str(e.value).split("about ")[1].split()[0])
     assert 1 < largest < 256

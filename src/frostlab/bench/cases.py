@@ -1,8 +1,9 @@
-"""The benchmark functions, which build the sides, check their losses and time them in turn.
+"""The benchmark functions. Each builds several training loops and times their steps in turn.
 
-`ours` is frostlab. `theirs` is the Hugging Face Trainer, nanoGPT's loop, or frostlab
-without the feature that is measured. `loop`, a third side of most benchmarks, is a short loop with
-torch.compile's reduce-overhead mode.
+The loops are the sides of a benchmark; before the timing, their losses are compared. `ours` is
+frostlab. `theirs` is the Hugging Face Trainer, nanoGPT's loop, or frostlab without the feature that
+is measured. `loop`, a third side of most benchmarks, is a short loop with torch.compile's
+reduce-overhead mode.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,8 +53,8 @@ from frostlab.training.batches.batch import collate, epoch_order, padding_limit
 
 FINE_TUNING = Optim(lr=2e-5)
 PRETRAINING = Optim(lr=3e-4, decay=0.1, betas=(0.9, 0.95))
-# For loss checks, whose models have a head with larger weights (`enlarge_head`): at a higher rate,
-# a GPT overshoots and rounding errors grow.
+# For the loss check of the GPT classifier, with larger weights in its head (`enlarge_head`). At a
+# higher rate, it overshoots and rounding errors grow.
 _SLOW = Optim(lr=2e-6)
 VOCABULARY = 50304
 Build = Callable[[BenchSettings, int], nn.Module]  # builds a model with the given number of layers
@@ -288,7 +289,7 @@ def _language(settings: BenchSettings, batch: int) -> Result:
         check=check,
         step=loops[0].kind_and_reason,
         notes=(
-            "random ids, no dropout; causal attention counts half its FLOPs",
+            "random ids, no dropout; only half of the FLOPs of causal attention are counted",
             *(() if settings.on_gpu else ("the plain loops do not compile on the CPU here",)),
         ),
     )

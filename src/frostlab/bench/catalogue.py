@@ -26,8 +26,9 @@ class Target:
     faster: float | None = None  # least ratio of their time to ours
     ours_ms: float | None = None  # longest time of our step or, in whole-run, of our run
     memory: float | None = None  # largest ratio of our peak memory to theirs
-    gain_share: float | None = None  # least share of the gain that the saved FLOPs allow
-    faster_than_loop: float | None = None  # least ratio of the reduce-overhead loop's time to ours
+    gain_share: float | None = None  # least share of the gain in speed that the saved FLOPs allow
+    # least ratio of the time of a loop with torch.compile's reduce-overhead mode to ours
+    faster_than_loop: float | None = None
 
     def __str__(self) -> str:
         texts = (

@@ -33,7 +33,10 @@ _HEAD_FACTOR = 10.0  # the factor of `enlarge_head`
 
 
 class FrostlabLoop:
-    """A loop of frostlab's steps over a feed; `model` may be an `Objective` with its own loss."""
+    """A loop of frostlab's training steps.
+
+    `feed` returns the batch of a step. `model` may be an `Objective`, which has a loss of its own.
+    """
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class PlainLoop:
 
     It uses autocast if the precision is bf16. On a GPU, the model and its loss are compiled with
     torch.compile's `mode`: `default` makes it nanoGPT's loop, and with `reduce-overhead` torch
-    replays CUDA graphs. None leaves compiling out, as on the CPU.
+    replays CUDA graphs. If `mode` is None, or on a CPU, nothing is compiled.
     """
 
     def __init__(
@@ -276,8 +279,8 @@ def check_losses(
             if not abs(our_loss - other_loss) <= allowed:
                 raise LossesDiffer(
                     f"the losses differ at step {number + 1} on the first batch: {our_loss:.6g} "
-                    f"(ours) and {other_loss:.6g} ({name}); {allowed:.2g} is allowed; "
-                    "nothing was timed"
+                    f"(ours) and {other_loss:.6g} ({name}); a difference of "
+                    f"{allowed:.2g} is allowed; nothing was timed"
                 )
     reset_torch()
     sides = {"ours": ours, **others}

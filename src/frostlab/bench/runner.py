@@ -197,7 +197,9 @@ def _row(result: Result) -> list[str]:
     check = {True: " ✓", False: " ✗", None: ""}[result["reached"]]
     bound = result.get("flop_bound")
     faster = (
-        f"{result['faster']:.3g}×" if bound is None else f"{result['faster']:.3f}× of {bound:.3f}×"
+        f"{result['faster']:.3g}×"
+        if bound is None
+        else f"{result['faster']:.3f}× (FLOPs allow {bound:.3f}×)"
     )
     return [
         f"{result['benchmark']} {result['case']}",

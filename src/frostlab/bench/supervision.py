@@ -1,4 +1,7 @@
-"""The benchmark of deep supervision: a loss at every layer, fused with the head or not."""
+"""The benchmark of deep supervision, a loss at every layer.
+
+The loss is either fused with the head, so that there is never a full tensor of logits, or not.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -132,7 +135,7 @@ def _deep_supervision(
         check=check,
         step=loops[0].kind_and_reason,
         notes=(
-            f"theirs: all logits in memory, {': '.join(loops[1].kind_and_reason)}",
+            "theirs: all logits in memory, {} step ({})".format(*loops[1].kind_and_reason),
             f"a step with a loss at every layer takes {against_last['ratio']:.2f} times one with "
             "a loss at the last layer",
         ),

@@ -59,7 +59,7 @@ def map_npy(path: Path, *kinds: str) -> Any:
     """Memory-map an array of the cache whose dtype is one of `kinds`, such as "int64"."""
     try:
         array = np.lib.format.open_memmap(path, mode="r")
-    except Exception as error:  # as in `_read_array`
+    except Exception as error:  # NumPy raises many types of errors for a damaged file
         raise BadInput(f"{path} cannot be read: {first_line(error):.300}") from None
     if array.dtype.name not in kinds:
         raise BadInput(f"{path} holds {array.dtype}, not {' or '.join(kinds)}")
@@ -81,10 +81,15 @@ def _read_array(file: IO[bytes], size: int, where: str) -> NDArray[Any]:
         reason = "an unknown version" if isinstance(error, KeyError) else first_line(error)
         raise BadInput(f"{where} cannot be read: {reason:.300}") from None
     if dtype.kind not in "fiu" or dtype.itemsize > 8 or not shape:
-        raise BadInput(f"{where} holds {dtype} of shape {shape}, not samples")
+        raise BadInput(
+            f"{where} holds {dtype} of shape {shape}, not an array of integers or floats of up to "
+            "64 bits"
+        )
     count, left = math.prod(shape), size - file.tell()
     if min(shape) < 0 or count > VALUES:
-        raise BadInput(f"{where} has shape {shape!s:.200}, not 0 to {VALUES:,} values")
+        raise BadInput(
+            f"{where} has shape {shape!s:.200}; an array may have 0 to {VALUES:,} values"
+        )
     if count * dtype.itemsize > left:
         raise BadInput(
             f"{where} is cut off: shape {shape} of {dtype} takes {count * dtype.itemsize:,} bytes, "

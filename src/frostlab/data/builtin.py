@@ -1,9 +1,9 @@
 """Built-in data, without downloads: docstrings of installed packages, and synthetic tasks.
 
-The class of a docstring is its package; the class of a pair says whether its summary and body are
-from one docstring and, with three classes, whether they are from one package. Docstrings are read
-from source files, without importing the packages. Synthetic tasks have a known answer and are drawn
-from fixed seeds.
+The class of a docstring is its package. Docstrings can also be cut into pairs of a summary and a
+body; the class of a pair says whether both are from one docstring and, with three classes, whether
+they are from one package. Docstrings are read from source files, without importing the packages.
+Synthetic tasks have a known answer and are drawn from fixed seeds.
 """
 
 import ast
@@ -147,7 +147,7 @@ def _pairs(
 
     The body belongs to the summary (label 1), to another docstring of the package (0) or, with
     three classes, to a docstring of another package, from `elsewhere` (2). Docstrings that are left
-    over are not used. A single mismatched summary gets the body of the first docstring.
+    over are not used. If label 0 has only one summary, it gets the body of the first docstring.
     """
     share = len(docs) // kinds
     rows = [(doc.summary, doc.body, 1) for doc in docs[:share]]
@@ -270,7 +270,7 @@ def _without_markup(text: str) -> str:
 
 
 def synthetic_vocabulary(data: Synthetic) -> int:
-    """Return the vocabulary size: the symbols (twice for recall: as key, as value) and padding."""
+    """Return the vocabulary size: the symbols, which in recall have two ids each, and padding."""
     return (2 if data.name == "recall" else 1) * data.symbols + 1
 
 

@@ -112,8 +112,8 @@ def recipe_split(
         split = getattr(plan_splits(data, data_dir, cache), role)
     if not isinstance(split, Split):
         raise BadInput(
-            f"the {role} split of data.name {data.name} is a share of train; evaluate it "
-            "without --set, or name a file with --data"
+            f"the {role} split of data.name {data.name} is a share of train, which is only "
+            "evaluated with the run's own settings; leave out --set, or name a file with --data"
         )
     return split
 

@@ -33,7 +33,7 @@ Kind = Literal["data", "tokenizer", "weights"]
 # Files of a model on the hub, except pickled weights and other libraries' formats.
 _MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
 _EXCERPT = 4  # a set this many times smaller than the public one is an excerpt of it
-_COMMIT = re.compile(r"[0-9a-f]{40}")  # the last folder of a data set in the cache of `datasets`
+_COMMIT = re.compile(r"[0-9a-f]{40}")  # name of a data set's last folder in the cache of `datasets`
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Need:
 
     @property
     def is_excerpt(self) -> bool:
-        """Whether its files are far smaller than the public set's, if examples were not counted."""
+        """Whether its files are far smaller than the public set's; False if rows are counted."""
         if self.size is None or self.whole is None:
             return False
         return _EXCERPT * self.size < self.whole

@@ -44,7 +44,7 @@ def format_of(path: Path) -> str | None:
 
 
 def nearest_data(path: Path) -> str:
-    """Return "; did you mean `x`?" for a folder or data file with a name close to a missing one."""
+    """Return "; did you mean `x`?" if a folder or data file next to `path` has a similar name."""
     siblings = path.parent.iterdir() if path.parent.is_dir() else ()
     names = [other.name for other in siblings if format_of(other) or other.is_dir()]
     return nearest(path.name, names, cutoff=0.7)  # endings alone make two names half alike
@@ -292,7 +292,7 @@ def _parquet(path: Path, file: IO[bytes], columns: tuple[str, ...]) -> Iterator[
         sizes = batch_rows(path, file, table.metadata, set(read))
         for group, rows in enumerate(sizes):
             for batch in table.iter_batches(rows, row_groups=[group], columns=read):
-                batch.validate(full=True)  # text that is not UTF-8, offsets that leave the page
+                batch.validate(full=True)  # refuses text that is not UTF-8, and bad offsets
                 if batch.nbytes > LINE and (long := _long_row(batch.to_pydict())) is not None:
                     raise _too_long(path, number + long)
                 for values in batch.to_pylist():

@@ -75,8 +75,8 @@ from frostlab.storage import FORMAT, build_once, cache_folder, digest_of
 from frostlab.text import joined, plain
 
 # Warnings that are shown with the scores.
-CAUTION = "selected on the reporting split"
-LEAK = "made with a vocabulary that knows the words of {}"
+CAUTION = "checkpoint selected on the reporting split"
+LEAK = "vocabulary made with the words of {}, too"
 BATCH = 1 << 20  # approximate number of characters per encoded batch
 ROWS = 1024  # maximum number of texts per encoded batch
 # the largest product of the number of examples drawn at once and data.symbols or data.length
@@ -100,7 +100,7 @@ class _TextFacts:
 
     vocabulary: int
     pad: int
-    # role → its record, without source and files: a copy of the text elsewhere uses the same cache
+    # role → its record, without source and files, so that a copy of the files uses the same cache
     splits: dict[str, SplitRecord]
 
 
@@ -119,7 +119,8 @@ def prepare(
 ) -> PreparedData:
     """Return a recipe's data, from the cache if they were prepared before.
 
-    The caution of the data includes the recipe's caution, about its scale and stand-ins.
+    The caution of the data includes the recipe's, which names stand-ins and, if a run is scaled
+    down, the scale, such as tiny.
     """
     _check_sizes(recipe.data)
     cache = cache_folder(cache)

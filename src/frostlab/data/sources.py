@@ -105,7 +105,7 @@ class Split:
 
     @property
     def source(self) -> str:
-        """Location for the record: the absolute path of a file, else `place`."""
+        """Location for `SplitRecord.source`: the absolute path of a file, else `place`."""
         return str(self.files[0].resolve()) if self.is_file else self.place
 
     def stamp(self) -> list[list[str | int]]:
@@ -248,7 +248,7 @@ class SplitPlan:
     report: Split | float
     columns: Columns
     classes: int | None  # number of classes; None: as many as train has labels
-    unused: tuple[str, ...] = ()  # files of the user's folder that have no role
+    unused: tuple[str, ...] = ()  # files of the user's folder, see `_unused_files`
 
 
 def plan_splits(data: TextData, data_dir: Path | None, cache: Path) -> SplitPlan:
@@ -339,7 +339,7 @@ def _assign_roles(
 ) -> SplitPlan:
     """Choose the split of each role: the recipe's or, if it names none, the default.
 
-    If `training` is given, train is one of its splits, and the other roles have splits of `splits`.
+    If `training` is given, the split of train comes from it, and the others from `splits`.
     """
     train = _choose(training or splits, "data.train", data.train)
     published = data.splits == "published"

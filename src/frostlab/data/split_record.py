@@ -1,6 +1,6 @@
 """Descriptions of data: the source of each split, its counts, and notes about suspicious rows.
 
-The classes hold plain values only, because a run writes them to data.json.
+The dataclasses hold plain values only, because a run writes them to data.json.
 """
 
 import os
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from frostlab.text import escaped, markdown
 
 Label = int | str
-_SHOWN = 8  # classes or files that a table names
+_SHOWN = 8  # the most classes or files that the table names for a split
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class LengthRecord:
     median: float  # median length
     mean: float  # mean length
     most: int  # length of the longest example
-    cut: int | None = None  # number cut at data.length; null for running text and generated tokens
+    cut: int | None = None  # examples cut at data.length; null for running text, or if generated
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SplitRecord:
     digest: str  # digest of the prepared examples
     files: list[FileRecord] = field(default_factory=list)  # empty if generated or from the hub
     rows: int | None = None  # rows or documents read for this split; null if generated, and for EEG
-    rows_digest: str | None = None  # digest of the source's rows; equal for all file formats
+    rows_digest: str | None = None  # digest of the source's rows; the same in all file formats
     carved_from: str | None = None  # the split that this one is a share of
     carved: dict[str, int] = field(default_factory=dict)  # split → rows that it got from this one
     dropped: dict[str, int] = field(default_factory=dict)  # reason → rows that were not used

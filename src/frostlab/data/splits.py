@@ -1,11 +1,10 @@
 """Splits of text by role: train, tune (to select checkpoints) and report (for the final scores).
 
-Labelled rows are held out by a hash of their text, running text by its order. No seed is used, so
-the splits are the same for every seed. A `Survey` holds the hash, size and label of each row. A
-text that occurs in several splits stays in only one of them: a row of train is dropped if its text
-is in tune or report, a row of tune if its text is in report. Nothing is dropped with
-`splits: published` (without tune; report selects checkpoints), nor from running text that is split
-by characters.
+Labelled rows are held out by a hash of their text, running text by its order, so the splits are the
+same for every seed. A `Survey` holds the hash, size and label of each row. A text that occurs in
+several splits stays in only one of them: a row of train is dropped if its text is in tune or
+report, a row of tune if its text is in report. Nothing is dropped with `splits: published` (which
+has no tune: report selects checkpoints), nor from running text that is split by characters.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ from frostlab.data.split_record import FileRecord, Label
 from frostlab.data.tokens import load_facts, save_facts
 from frostlab.errors import BadInput
 from frostlab.storage import FORMAT, build_once, digest_of, file_digest
-from frostlab.text import plain
+from frostlab.text import counted, plain
 
 Mask = npt.NDArray[np.bool_]
 Keys = npt.NDArray[np.uint64]
@@ -251,7 +250,7 @@ def divide(
 
 
 def _hold_out_characters(portions: dict[str, Portion], shares: dict[str, float]) -> None:
-    """Hold out the end of the text: tune, then report."""
+    """Hold out the end of the text for report, and the text before it for tune."""
     train = portions["train"]
     stop = total = int(train.survey.sizes.sum())
     for role, share in shares.items():
@@ -263,7 +262,7 @@ def _hold_out_characters(portions: dict[str, Portion], shares: dict[str, float])
         )
         portions[role] = replace(train, characters=(start, stop), note=note, carved_from="train")
         stop = start
-    portions["train"] = replace(train, characters=(0, stop), note=f"less {' and '.join(shares)}")
+    portions["train"] = replace(train, characters=(0, stop), note=f"without {' and '.join(shares)}")
 
 
 def _hold_out_rows(
@@ -284,7 +283,7 @@ def _hold_out_rows(
         carved[role] = int(taken.sum())
         note = f"{how}, {carved[role]:,} in all"
         portions[role] = replace(train, taken=taken, note=note, carved_from="train")
-    note = f"less {' and '.join(shares)}" if shares else ""
+    note = f"without {' and '.join(shares)}" if shares else ""
     portions["train"] = replace(train, taken=left, note=note, carved=carved)
 
 
@@ -296,7 +295,7 @@ def _last_documents(left: Mask, share: float) -> Mask:
 
 
 def stratified_share(keys: Keys, numbers: Numbers, left: Mask, share: float, purpose: str) -> Mask:
-    """Take a share of each class; rows of equal text stay together, and every class keeps rows."""
+    """Take a share of each class, but not all texts of a class; equal texts stay together."""
     rows = np.flatnonzero(left)
     texts, first, text_of_row, counts = np.unique(
         keys[rows], return_index=True, return_inverse=True, return_counts=True
@@ -332,7 +331,7 @@ def _drop_shared_texts(portions: dict[str, Portion]) -> None:
             shared = portion.taken & np.isin(portion.survey.keys, np.concatenate(held_out))
             if shared.any():
                 reason = f"text is also in {' or '.join(roles)}"
-                note = f"less {shared.sum():,} whose {reason}"
+                note = f"without {counted(int(shared.sum()), 'rows')} whose {reason}"
                 note = f"{portion.note}, {note}" if portion.note else note
                 portion = replace(
                     portion,

@@ -1,1 +1,1 @@
-"""Envelopes: scores of decoded speech envelopes, and a linear baseline."""
+"""Scores and figures of decoded speech envelopes, and a linear decoder to compare with."""

@@ -1,9 +1,9 @@
 """The score of the Auditory EEG Challenge of 2023 (regression), and tables of segments.
 
-A segment is a stretch of a recording, by default of 60 s. The value of a subject is the mean r of
-its segments, and the value of a group of subjects is the mean over the subjects. The subjects that
-the decoder was trained on have a weight of two thirds in the score, the others one third;
-docs/eeg.md cites the definition.
+A segment is a stretch of a recording, by default of 60 s; its r is the correlation of the decoded
+and the true envelope. The value of a subject is the mean r of its segments, and the value of a
+group of subjects is the mean over the subjects. The subjects that the decoder was trained on have a
+weight of two thirds in the score, the others one third; docs/eeg.md cites the definition.
 """
 
 from collections.abc import Mapping

@@ -79,8 +79,8 @@ def eeg_page(
         whose = f", for {next(iter(decoders))}" if len(decoders) > 1 else ""
         dashed = "" if best_r is None else f"; dashed: upper bound, {best_r:.3f}"
         charts[name] = draw_subjects(subject_rows(decoders), best_r).properties(
-            title="Correlation with the envelope, by subject; grey: 5 % to 95 % by chance"
-            f"{whose}{dashed}"
+            title="Correlation with the envelope, by subject; grey: 5 % to 95 % quantile of r by "
+            f"chance{whose}{dashed}"
         )
         table = scores_table(decoders, best_r).splitlines()
         splits.append({"title": (titles or {}).get(split, split), "table": table, "name": name})

@@ -1,4 +1,4 @@
-"""Linear baseline: ridge regression from lagged EEG to the envelope.
+"""The ridge decoder: ridge regression from lagged EEG to the envelope.
 
 Cross-validation selects λ, the strength of the penalty on the weights.
 """
@@ -115,7 +115,7 @@ def fit_ridge(
         sums: dict[int, Moments] = {}
         held_out: dict[int, list[Recording]] = {}
         for rank, recording in enumerate(recordings):
-            # Subjects start at different folds; else all with one recording would share a fold.
+            # Subjects start at different folds; else all first recordings would be in fold 0.
             fold = (index + rank) % folds
             _accumulate(sums, fold, recording_moments(recording, taps))
             held_out.setdefault(fold, []).append(recording)

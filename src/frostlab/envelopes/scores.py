@@ -192,8 +192,8 @@ class EnvelopeScores:
             )
         if digest != scores.digest:
             raise BadInput(
-                f"these scores were edited: their digest is {scores.digest}, not "
-                f"{plain(digest[:80])}; score the predictions again"
+                f"these scores were edited: their values have the digest {scores.digest}, not "
+                f"the stored {plain(digest[:80])}; score the predictions again"
             )
         _check_stored(scores)
         for subject in scores.subjects:

@@ -82,7 +82,8 @@ class TensorBoard:
     ) -> None:
         """Write a flow report: the whole gradient's norm, three values per part, and a depth ratio.
 
-        The norm, `Gradient/norm`, is that after clipping; `training` writes that before clipping.
+        Here, `Gradient/norm` is the norm after clipping; the `Gradient/norm` that `training` writes
+        is the norm before clipping.
         The depth ratio is the gradient size of the first two layers divided by that of the head, if
         both are known. The three values are the norms of gradient and update, and the update's norm
         relative to the weights. A value that was not measured, such as a frozen part's, gets no
@@ -126,11 +127,13 @@ class TensorBoard:
                 self._scalar(f"{group}/{name}", math.nan if value is None else value, step, at)
 
     def histograms(self, step: int, model: nn.Module, gradient: Gradient = own_gradient) -> None:
-        """Write `Weight/<parameter>` and, if it has a gradient, `Gradient/<parameter>`.
+        """Write a histogram of each parameter, and of its gradient if it has one.
 
-        A histogram samples at most 10,000 evenly spaced elements of a tensor and drops non-finite
-        ones; if no element is finite, no histogram is written. In a sharded model, each process
-        samples only its own shard.
+        The tags are `Weight/<parameter>` and `Gradient/<parameter>`. `gradient` is a function that
+        returns the gradient of a parameter, by default its `.grad`. A histogram samples at most
+        10,000 evenly spaced elements of a tensor and drops non-finite ones; if no element is
+        finite, no histogram is written. In a sharded model, each process samples only its own
+        shard.
         """
         self.samples(step, sample(model, gradient))
 
@@ -221,8 +224,8 @@ def tag_of(part: str) -> str:
 def export_run(run: str | Path, out: str | Path) -> Path:
     """Write the losses, evaluations and gradient flow of a recorded run as event files in `out`.
 
-    The files of a scaled run, or of one with stand-ins, are in a folder inside `out` whose name
-    says so.
+    If the run has scale tiny or small, or stand-ins, the files are in a folder inside `out` whose
+    name says so.
     """
     record = RunRecord(Path(run))
     events = record.events()
@@ -240,8 +243,9 @@ def export_run(run: str | Path, out: str | Path) -> Path:
 def marked_folder(folder: str | Path, recipe: Recipe) -> Path:
     """Return the folder for the event files of a recipe's run.
 
-    TensorBoard names a run after its folder, so a scaled run, or one with stand-ins, has a folder
-    such as `tiny-stand-in` inside `folder`.
+    It is `folder` itself, unless the run has scale tiny or small, or stand-ins: TensorBoard shows
+    the name of the folder as the name of the run, so such a run gets a folder inside `folder` with
+    a name such as `tiny-stand-in`.
     """
     return Path(folder) / recipe.marks.removeprefix("-")
 
@@ -272,9 +276,9 @@ class _EventWriter:
 
 
 def check_folder(folder: Path, run: Path, resumes: bool) -> None:
-    """Refuse a folder with event files, unless the run is resumed, and a folder inside the run's.
+    """Refuse a folder inside the run's folder, and for a new run also a folder with event files.
 
-    The curves of two runs would mix; a resumed run replaces the curves that it finds.
+    The curves of two runs would mix. A resumed run replaces the curves that it finds.
     """
     require("tensorboardX", "tensorboard", "writing event files")
     if folder.resolve().is_relative_to(run.resolve()):
@@ -295,8 +299,9 @@ class _Histograms:
 class LiveBoard:
     """A writer of a run's events while it runs, in a thread, so that no step waits for the disk.
 
-    A resumed run passes its earlier events, so that the curves are complete and no step is there
-    twice; earlier histograms are copied from the event files. If writing fails during the run, the
+    A resumed run passes the events of its earlier part, which are written again to a new file, so
+    that the curves are complete and no step is there twice. Histograms are not events, so the
+    earlier ones are copied from the old event files. If writing fails during the run, the
     run goes on, and a warning is given at its end.
     """
 
@@ -353,7 +358,7 @@ class LiveBoard:
 
 
 def _stored_histograms(files: Sequence[Path], last: int) -> Iterator[Any]:
-    """Yield the histograms up to step `last` of event files, each once and from the newest file.
+    """Yield each histogram up to step `last` once, from the newest event file that has it.
 
     A record is the length of an event (8 bytes) and a checksum (4), the event, and a checksum (4).
     The end of a file may be damaged, as after a crash; records from there on are left out.

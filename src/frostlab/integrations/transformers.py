@@ -46,7 +46,10 @@ class FlowCallback:
         self.flow.start()
 
     def stop_flow(self, saves: bool) -> None:
-        """Stop measuring; with `saves` (True in one process), save the flow if a path was given."""
+        """Stop measuring, and save the flow if a path was given.
+
+        Of several processes, only the one with `saves` saves it.
+        """
         self.flow.stop()
         if self.path is not None and saves:
             self.flow.save(self.path)

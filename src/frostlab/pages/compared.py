@@ -1,4 +1,10 @@
-"""The report of a comparison: what was found, how far to trust it, and every number behind it."""
+"""The report of a comparison: what was found, how far to trust it, and every number behind it.
+
+evidence.json, in the comparison's folder, has all results. comparison.json and timing.json have
+means over seeds, in the layout of the OELM study's files. A run is paired with the baseline's run
+of the same seed, unless their data, order of examples, initial weights or software differ in a way
+that the plan does not allow; such runs are listed in `Evidence.refused_pairs`.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,9 +42,9 @@ from frostlab.text import plain
 EVIDENCE = "evidence.json"
 GAIN = (
     "(Compares how much the best value changed from the first stage to the last, on the split "
-    "that also selects the weights.) "
+    "that also selects the checkpoint.) "
 )
-_SHOWN_DOUBTS = 12  # on the first screen
+_SHOWN_DOUBTS = 12  # most doubts that the first screen lists
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,11 @@ class Compared:
         return self.cell(format=f"looks in {self.language}")
 
     def time_of(self, name: str) -> Paragraph:
-        """Return the verdict on an arm's step time; red if unproven, confounded or flagged."""
+        """Return the verdict on an arm's step time, in red if it is doubtful.
+
+        It is doubtful if the timing is unproven, if the arm is confounded, or if the arm is faster
+        than the saved FLOPs explain (`TimedArm.flag`).
+        """
         timing, confounded = self.evidence.timing, bool(self.evidence.confounds.get(name))
         assert timing is not None
         arm, foreign = timing.arms[name], self.language in WORDS
@@ -235,7 +245,7 @@ def _doubts(compared: Compared) -> list[Paragraph]:
     if evidence.assay is not None and not evidence.assay.found:
         blocks.append(_assay(compared))
     if evidence.rules.risk > evidence.rules.alpha + 1e-12:
-        blocks.append(item("Looked at too often: ", compared.looks(), ".", alarm=True))
+        blocks.append(item("Too many looks at the results: ", compared.looks(), ".", alarm=True))
     blocks += facts.refused_pairs(compared)
     blocks += _notes(compared, only_doubts=True)
     if len(blocks) > _SHOWN_DOUBTS:
@@ -322,7 +332,7 @@ def _repeat(compared: Compared) -> Paragraph:
                     compared.cell("repeat", "status", format="text"), ".", alarm=True)  # fmt: skip
     first, second = (compared.cell("repeat", "metrics", metric, number, format="exact")
                      for number in (0, 1))  # fmt: skip
-    weights = "the same weights" if repeat.same_weights else "other weights"
+    weights = "the same weights" if repeat.same_weights else "different weights"
     return item(f"The same run twice ({compared.baseline}, seed ", seed, f"): {plain(metric)} ",
                 first, " and ", second, f", {weights}. Any difference is the noise of the device "
                 "and the evaluation.")  # fmt: skip
@@ -366,7 +376,7 @@ def _earlier_look(compared: Compared, number: int) -> Paragraph:
 
 
 def _questions(compared: Compared) -> list[Block]:
-    """Answer the plan's questions; if there are none, the OELM study's five about an OELM arm."""
+    """Answer the plan's questions or, if it has none, the OELM study's five about the OELM arm."""
     evidence = compared.evidence
     blocks: list[Block] = []
     for number, answer in enumerate(evidence.contrasts):

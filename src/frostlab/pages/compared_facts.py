@@ -20,7 +20,7 @@ _LENGTHS = {"least": "shortest", "median": "median", "mean": "mean", "most": "lo
 
 
 def confounds(compared: "Compared") -> list[Paragraph]:
-    """Return, in red, the differences that are confounded with the treatment of each arm."""
+    """Return, in red, the settings that differ from the baseline's but are not compared."""
     return [
         item(f"{plain(name)} is confounded: it also differs from {compared.baseline} in ",
              compared.cell("confounds", name, format="list"), ".", alarm=True)
@@ -117,9 +117,9 @@ def data(compared: "Compared") -> list[Block]:
     head = ["split", "examples", "tokens", "recordings", "subjects", "length", "empty texts",
             "repeated texts", "contradicting labels", "source", "note", "digest"]  # fmt: skip
     blocks: list[Block] = [table("splits", "Splits", head, rows,
-                                 "train is trained on, tune selects the weights, report gives the "
-                                 "reported numbers. Without tune, report selects the weights, "
-                                 "too.")]  # fmt: skip
+                                 "train is trained on, tune selects the checkpoint, report gives "
+                                 "the reported numbers. Without tune, report selects the "
+                                 "checkpoint, too.")]  # fmt: skip
     if lengths:
         blocks.append(table("lengths", "Lengths of the examples, in tokens",
                             ["split", *_LENGTHS.values()], lengths))  # fmt: skip
@@ -242,7 +242,7 @@ def runs(compared: "Compared") -> list[Block]:
             ])  # fmt: skip
     head = ["arm", "seed", "status", "error", "attempts", "steps", metric, "final loss", "time",
             "folder"]  # fmt: skip
-    note = "Final loss: of the last evaluation on the split that selects the weights."
+    note = "Final loss: of the last evaluation on the split that selects the checkpoint."
     return [table("runs", "Runs by arm and seed", head, rows, note)]
 
 
@@ -259,7 +259,7 @@ def notes(compared: "Compared") -> list[Block]:
         try:
             folder = path_inside(compared.folder, place)
             annotations = read_annotations(folder)
-        except BadInput:  # outside of the comparison's folder, or not readable
+        except BadInput:  # the run is outside of the comparison's folder, or its notes are damaged
             continue
         file = f"{place}/{ANNOTATIONS}".lstrip("/")
         for number, _ in enumerate(annotations.notes):

@@ -50,7 +50,7 @@ def read_curves(compared: "Compared") -> dict[str, list[Curve]]:
 
 
 def _span(compared: "Compared") -> int:
-    """Return the number of successive steps that are averaged."""
+    """Return the number of successive steps whose mean is one point of a curve."""
     steps = (run.steps for arm in compared.arms for run in compared.runs(arm))
     return span_of(max(steps, default=1), most_points(len(compared.arms)))
 
@@ -183,7 +183,7 @@ def _bars(
 
 
 def training_curves(compared: "Compared") -> list[Figure]:
-    """Draw the metric on the selecting split, and the training loss, by step."""
+    """Draw the metric on the split that selects the checkpoint, and the training loss, by step."""
     metric, split = _selecting(compared)
     drawn = []
     if metric is not None:
@@ -214,7 +214,7 @@ def step_times(compared: "Compared") -> list[Figure]:
 
 
 def cost_curves(compared: "Compared") -> list[Figure]:
-    """Draw the metric on the selecting split against seconds and against FLOPs."""
+    """Draw the metric on the split that selects the checkpoint, by seconds and by FLOPs."""
     metric, split = _selecting(compared)
     if metric is None:
         return []
@@ -257,7 +257,7 @@ def _flops(
 
 
 def _selecting(compared: "Compared") -> tuple[str | None, str]:
-    """Return the plan's metric, or else the first evaluated, and the split that selects weights."""
+    """Return the metric to draw (the plan's, if runs evaluated it) and the split of evaluations."""
     data, metric = compared.evidence.data, compared.evidence.rules.metric
     split = "tune" if data is not None and "tune" in data.splits else "report"
     evaluations = [
@@ -334,7 +334,7 @@ def _with_band(point: Mapping[str, Any]) -> str:
 
 
 def time_ratios(compared: "Compared") -> list[Figure]:
-    """Draw the ratio of each arm's step time to the baseline's, with FLOP ceiling and control."""
+    """Draw each arm's step time divided by the baseline's; the caption explains the marks."""
     timing = compared.evidence.timing
     if timing is None:
         return _round_ratios(compared)
@@ -403,7 +403,7 @@ def _round_ratios(compared: "Compared") -> list[Figure]:
 
 
 def tuning(compared: "Compared") -> list[Figure]:
-    """Draw the response to each tuned setting, one figure for each."""
+    """Draw each arm's score by the value of a tuned setting, one figure for each setting."""
     drawn = (_response(compared, index) for index in range(len(compared.evidence.tuning)))
     return [figure for figure in drawn if figure is not None]
 
@@ -432,7 +432,7 @@ def _response(compared: "Compared", index: int) -> Figure | None:
         (_is_geometric(setting), log_y),
     )  # fmt: skip
     caption = (
-        "Mean over seeds of the best score on the split that selects the weights, with its 95 % "
+        "Mean over seeds of the best score on the split that selects the checkpoint, with its 95 % "
         "interval; all arms have the same scale. Filled symbols are the values that were chosen, "
         "with the number of seeds above them; the other seeds' scores choose the value for a seed."
     )
@@ -453,7 +453,7 @@ def _is_geometric(setting: TunedSetting) -> bool:
 
 
 def gradient_flow(compared: "Compared") -> list[Figure]:
-    """Draw the flow's quantities against the baseline, and a heat map for each arm."""
+    """Draw the ratios of `_QUANTITIES` to the baseline, and a heat map for each arm."""
     return [*_flow_ratios(compared), *_heat_maps(compared)]
 
 

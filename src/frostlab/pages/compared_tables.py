@@ -60,7 +60,7 @@ def word(compared: "Compared", name: str, *keys: str | int) -> str | Cell:
 
 
 def overview(compared: "Compared") -> list[Block]:
-    """Return the overview: one row per arm, with its data, method, times, gap and status."""
+    """Return the overview: one row per arm, with its data, treatment, times, gap and status."""
     formats = {"total_seconds": "hms", "step_seconds": "seconds as ms"}
     keys = ("phase", "id", "data", "method", "total_seconds", "step_seconds", "gap", "status")
     rows = [
@@ -100,11 +100,11 @@ def performance(compared: "Compared") -> list[Block]:
             "steps to target", "trainable"]  # fmt: skip
     note = (
         f"Best {plain(metric)}: mean ± standard deviation over the runs that finished and can be "
-        "paired, of the best weights on the reporting split. Against the baseline: the effect over "
-        "paired seeds with its interval, a ratio if it ends in ×; all intervals hold "
+        "paired, of their best checkpoints on the report split. Against the baseline: the effect "
+        "over paired seeds with its interval, a ratio if it ends in ×; all intervals hold "
         "simultaneously. Retained: the arm's value divided by the baseline's (for perplexity and "
         "loss the baseline's divided by the arm's), so more than 100 % is better. Final loss: of "
-        "the last evaluation on the split that selects the weights."
+        "the last evaluation on the split that selects the checkpoint."
     )
     return [
         table("performance", "What every arm reached", head, rows, note),
@@ -130,7 +130,7 @@ def _while_training(compared: "Compared") -> Table:
     head = ["arm", "runs finished", f"best {metric} while training", "epochs", "trained parameters",
             "all parameters", "clipped steps"]  # fmt: skip
     note = (
-        "Best while training: on the split that selects the weights. Clipped steps: the share "
+        "Best while training: on the split that selects the checkpoint. Clipped steps: the share "
         "whose gradient was clipped; frozen weights do not count in the gradient's norm, so an arm "
         "that freezes weights may be clipped less."
     )
@@ -273,10 +273,11 @@ def _run_times(compared: "Compared") -> list[Block]:
         "Means over the finished runs; the times per epoch and per step leave out validation. Time "
         "saved is (T of the baseline − T of the arm) / T of the baseline, for whole runs. Gaps of "
         "whole runs have 95 % intervals; the gap of a step has the interval of its verdict. A gap "
-        "in red is unproven or confounded; the runs of the seeds do not take turns and have no "
-        "control, so their gaps are unproven. Variation is the standard deviation "
-        "divided by the mean."
+        "in red is unproven or confounded; gaps of whole runs are always unproven, because whole "
+        "runs have no control. Variation is the standard deviation divided by the mean."
     )
+    if evidence.rounds:
+        note += " Alternating runs are further runs, trained in turns only to be timed."
     scaled = any(
         compared.records.value(TIMING, "timing", compared.key(name), "per_epoch_scaled")
         for name in arms
@@ -328,7 +329,7 @@ def convergence(compared: "Compared") -> list[Block]:
     )
     target = words("The target is ", compared.cell("convergence", "metric", format="text"), " ",
                    compared.cell("convergence", "target", format="exact"),
-                   " on the split that selects the weights: ",
+                   " on the split that selects the checkpoint: ",
                    compared.cell("convergence", "place", format="text"), ".")  # fmt: skip
     blocks: list[Block] = [target, table("target", "Until the target", head, rows, note)]
     if reached.evaluations == 1:
@@ -361,9 +362,10 @@ def tuning(compared: "Compared") -> list[Block]:
         title = f"Tuning of {plain(setting.key)}"
         head = ["arm", setting.key, "score [95 %]", "seeds it was chosen for", "remark"]
         note = (
-            "Score: the mean over the seeds of the metric, on the split that selects the weights. "
-            "The grid is the same for every arm. The value for each seed is chosen by the scores "
-            "of the other seeds, if there are any; best is the choice of all seeds together."
+            "Score: the mean over the seeds of the metric's best value, on the split that selects "
+            "the checkpoint. The grid is the same for every arm. The value for each seed is chosen "
+            "by the scores of the other seeds, if there are any; best is the choice of all seeds "
+            "together."
         )
         if setting.extended:
             note += " A best value was at an end of the grid, so the grid was extended once."
@@ -395,12 +397,12 @@ def stages(compared: "Compared") -> list[Block]:
         return []
     head = ["arm", "seed", "stage", "trainable", "trained parameters", "all parameters",
             "best value", "best epoch", "time"]  # fmt: skip
-    note = "The best value is on the split that selects the weights."
+    note = "The best value is on the split that selects the checkpoint."
     return [table("stages-of-runs", "Every stage of every run", head, rows, note)]
 
 
 def subjects(compared: "Compared") -> list[Block]:
-    """Return the tests by EEG subject, and r on segments."""
+    """Return the tests of EEG decoders: by subject, against ridge regression, and on segments."""
     rows: list[Row] = []
     ridge: list[Row] = []
     segments: list[Row] = []
@@ -433,20 +435,24 @@ def subjects(compared: "Compared") -> list[Block]:
                 "p (signed ranks)", "p (Holm)"]  # fmt: skip
         note = (
             "Paired by subject: a subject's mean Fisher z over the seeds, with the arm and with "
-            f"{compared.baseline}. report: other recordings of the training subjects (or other "
+            f"{compared.baseline}; r is the correlation of the decoded envelope with that of the "
+            "heard speech. report: other recordings of the training subjects (or other "
             "parts of the same ones); unseen: subjects held out of training."
         )
         blocks.append(table("subject-tests", "Tests by subject", head, rows, note))
     if ridge:
         head = ["split", "arm", "r − ridge [95 %]", "p"]
-        note = "Over seeds; the ridge decoder is the same for every seed."
+        note = (
+            "The mean over seeds of r minus the r of a ridge regression, which is trained on the "
+            "same recordings and is the same for every seed."
+        )
         blocks.append(table("ridge-tests", "Against the ridge decoder", head, ridge, note))
     if segments:
         head = ["arm", *_SEGMENTS.values(), "score against the baseline [95 %]"]
         blocks.append(table("segments", "r on segments", head, segments,
-                            "Mean ± standard deviation over seeds. The challenge score is two "
-                            "thirds of r on subjects trained on and one third of r on the "
-                            "others."))  # fmt: skip
+                            "r on segments of 60 s: mean ± standard deviation over seeds. The "
+                            "challenge score is two thirds of r on subjects trained on and one "
+                            "third of r on the others."))  # fmt: skip
     return blocks
 
 

@@ -25,7 +25,7 @@ from frostlab.text import NONE, hms, number, plain, printable
 _MEBIBYTE = 2**20
 _LARGE_SHARE = 10.0  # a share from this on is shown as a multiple
 _SMALLEST = 0.0001  # a smaller probability is shown as "< 0.0001"
-_WORDS = frozenset({  # formats of texts; all others show numbers
+_WORDS = frozenset({  # names of the formats that show texts; all others show numbers
     "text", "lines", "json", "list", "file name", "short digest",
     *(f"{name} in {language}" for language in LANGUAGES
       for name in ("looks", "remark", "remarks", "reason", "word", "verdict", "verdict counts")),
@@ -135,7 +135,7 @@ def _reason(language: str, sentence: str) -> str:
 
 
 def _in_language(language: str) -> dict[str, Callable[[Any], str]]:
-    """Return the formats of texts that a record holds in English."""
+    """Return the formats that show a record's English texts in a language."""
     return {
         f"remark in {language}": lambda value: plain(translated(value, language)),
         f"remarks in {language}": lambda value: (

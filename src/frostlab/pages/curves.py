@@ -28,7 +28,7 @@ _BATCH = 1 << 14  # bytes of lines that are parsed at once
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation on the split that selects the weights."""
+    """One evaluation on the split that selects the checkpoint."""
 
     step: int
     epoch: float
@@ -41,7 +41,7 @@ class Curve:
     """The evaluations and the training steps of one run."""
 
     evaluations: tuple[Evaluation, ...]
-    losses: dict[int, float]  # last step of a span → mean training loss over it
+    losses: dict[int, float]  # last step of a span of steps → mean training loss over the span
     step_ms: dict[int, float]  # last step of a span → mean time of its steps after warm-up
 
     def metric(self, name: str) -> dict[int, float]:
@@ -113,10 +113,10 @@ def _parsed(lines: Sequence[bytes]) -> list[dict[str, Any]]:
 def _read(
     path: Path, span: int, resumed: Sequence[tuple[int, int]]
 ) -> tuple[Curve, list[tuple[int, int]]]:
-    """Return the curve without events that a resumed run repeated.
+    """Return a run's curve, and the line and the step of every resume.
 
-    Also return the line and the step of every resume; `resumed` has the resumes that are already
-    known.
+    `resumed` has the resumes that an earlier reading found. Events before a resume that the resumed
+    run repeated are left out of the curve.
     """
     evaluations: dict[int, Evaluation] = {}
     losses, times = _Average(span), _Average(span)
@@ -133,7 +133,7 @@ def _read(
                 warmup, ms = values["warmup"], values["ms"]
                 losses.add(values["first"], values["loss"])
                 times.add(values["first"] + warmup, ms[warmup:] if warmup else ms)
-            elif values.get("checkpoint") is None:  # not the final report of the selected weights
+            elif values.get("checkpoint") is None:  # not the final one, of the best checkpoint
                 evaluation = Evaluation(values["step"], values["epoch"], values["total_seconds"],
                                         _finite(values["metrics"]))  # fmt: skip
                 evaluations[evaluation.step] = evaluation

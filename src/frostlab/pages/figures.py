@@ -34,8 +34,8 @@ _BOUNDS = {  # the least and the largest value of metrics and other quantities o
 def cut_off(rows: Rows, quantity: str) -> str:
     """Cut bands and intervals at the bounds of a quantity; return a sentence if any was cut.
 
-    Such ends come from the symmetry of an interval, and no run can have these values. Only the
-    drawing is cut: the texts of the rows keep the whole intervals.
+    An end beyond the bounds comes from the symmetry of the interval, and no run can have such a
+    value. Only the drawing is cut: the texts of the rows keep the whole intervals.
     """
     least, most = _BOUNDS.get(quantity, (-math.inf, math.inf))
     is_cut = False
@@ -464,7 +464,7 @@ def bars(rows: Rows, arms: Sequence[str], title: str) -> Any:
 
 @_drawing
 def sizes(rows: Rows, arms: Sequence[str], title: str, kinds: Sequence[str], stacked: bool) -> Any:
-    """Draw one bar for each arm and kind of size, or all kinds in one bar.
+    """Draw one bar for each arm and kind of size or, if `stacked`, one bar for each arm.
 
     Rows have arm, kind, size and text.
     """

@@ -15,7 +15,7 @@ SAMPLES = "samples.json"
 def generated_texts(
     records: Records, runs: Iterable[tuple[str, str]], problems: list[str] | None = None
 ) -> list[Block]:
-    """Return a table of the runs' samples, prompt by prompt; nothing if no run has any.
+    """Return a table of the runs' samples, prompt by prompt; an empty list if no run has any.
 
     `runs` are names to show, with the folder of each run relative to the reported folder. If all
     names are empty, the table has no column for them. A file that cannot be read is left out, and
@@ -46,14 +46,14 @@ def generated_texts(
     rows = [row for found in by_prompt.values() for row in found]
     head = ("prompt", *(["arm"] if named else []), "generated text", "ended")
     settings: Sequence[str | Cell] = (
-        "The reported weights begin a new text, and continue the beginnings of texts from the "
-        "reporting split. Each token is drawn at temperature ",
+        "The best checkpoint of a run generates a new text, and continues prompts, which are the "
+        "beginnings of texts from the report split, by at most ",
+        records.cell(first, "max_tokens", format="count"),
+        " tokens. Each token is drawn at temperature ",
         records.cell(first, "temperature"),
         " from the most probable tokens, which together have ",
         records.cell(first, "top_p", format="percent of a ratio"),
-        " of the probability, for at most ",
-        records.cell(first, "max_tokens", format="count"),
-        " tokens, always with the same random numbers.",
+        " of the probability. All texts use the same random numbers.",
     )
     note = (
         "Ended: with the token that ends a text (end), after the allowed number of tokens "

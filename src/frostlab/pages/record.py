@@ -231,5 +231,5 @@ def _problems(compared: "Compared") -> list[Block]:
                    for number, _ in enumerate(evidence.data.notes)]  # fmt: skip
     noted = facts.notes(compared)
     if not blocks and not noted:
-        blocks.append(words("None: every run finished, and no pair of runs was refused."))
+        blocks.append(words("None: every run finished and could be paired with the baseline's."))
     return [*blocks, *noted]

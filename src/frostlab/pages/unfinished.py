@@ -91,12 +91,13 @@ def _table(records: Records, plan: Plan, runs: list[Summary]) -> Table | None:
         status = Cell(run.status, alarm=run.status in _ENDED_BADLY)
         rows.append((plain(run.name), status, *numbers, plain(run.error) if run.error else ""))
     begun = {run.name for run in runs}
-    # not listed: tuned runs, whose names hold their settings, and existing runs, which have begun
+    # The names of planned runs are not known if settings are tuned, because they hold the tuned
+    # values. If the plan compares runs that had ended before, no run is missing.
     if not plan.tune and not plan.runs:
         planned = [f"{arm.name}-s{seed}" for arm in plan.arms for seed in plan.seeds]
         rows += [(name, "not begun", *[NONE] * 4, "") for name in planned if name not in begun]
     if not rows:
         return None
-    head = ("run", "status", "steps", "selected by", "best value", "total time", "error")
+    head = ("run", "status", "steps", "metric", "best value", "total time", "error")
     note = f"Only runs that have ended have numbers; the others show {NONE}."
     return Table("runs", "Runs", head, tuple(rows), note)

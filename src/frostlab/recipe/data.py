@@ -68,8 +68,8 @@ class Corpus(DataSettings):
     # honest: `tune` selects the checkpoint; published: `report` selects it and is reported
     splits: Literal["honest", "published"] = "honest"
     train: str = "train"  # name of the training split
-    tune: Share | str | None = None  # a share of train, or a split's name; null: the set's default
-    # the split to report on: a share of train, or a split's name; null: the set's default
+    # tune and report: a share of train, or a split's name; null: the default of the data set
+    tune: Share | str | None = None
     report: Share | str | None = None
     limit: Positive | None = None  # maximum number of training examples
     evaluation_limit: Positive | None = None  # maximum number of examples of tune, and of report
@@ -270,8 +270,8 @@ class SimulatedEEG(EEGData):
 class RecordedEEG(EEGData):
     """Base class of recorded EEG: a folder, and the subjects to train on and to hold out."""
 
-    # relative to the folder of the recipe's file (as a setting: to the working folder) or, if it is
-    # not there, to the data folder
+    # A relative path in a recipe's file is looked up in the folder of that file, one in a setting
+    # (--set) in the working folder; if it is not there, in the data folder.
     path: str
     seen: Names | None = None  # the subjects to train on; null: all that are not unseen
     unseen: Names | Share | None = None  # subjects in no training split: names, or a share
@@ -293,8 +293,8 @@ class ChallengeEEG(RecordedEEG):
 
     name: Literal["eeg-challenge"]
     file_rate: Rate = 64.0  # Hz; .npy files do not store it
-    tune: Positive | None = None  # recordings per subject; null: the val_ files, else 1
-    report: Positive | None = None  # null: the test_ files, else 1
+    tune: Positive | None = None  # recordings per subject; null: the val_ files or, without any, 1
+    report: Positive | None = None  # null: the test_ files or, without any, 1
     reference: Literal["none", "average"] = "none"
 
 

@@ -1,7 +1,8 @@
 """Loading of recipes: YAML files, the files they extend, settings on top, and one-line errors.
 
-A file that another file extends is its parent. Error messages suggest keys, sections and kinds from
-the annotations of `Recipe`, so a new key needs no change here.
+A file that another file extends is its parent. Settings, such as those of --set, replace values of
+a recipe. Error messages suggest keys, sections and kinds from the annotations of `Recipe`, so a new
+key needs no change here.
 """
 
 import copy
@@ -287,7 +288,7 @@ class Layers:
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[tuple[str, ...], str] = field(default_factory=dict)  # key → source; latest last
     settings: set[tuple[str, ...]] = field(default_factory=set)  # keys whose source is a setting
-    # keys that are set where `scale` is set or later, so that the scale does not change them
+    # keys that are set together with `scale` or after it, so that the scale does not change them
     fixed: set[tuple[str, ...]] = field(default_factory=set)
 
     def add_settings(self, settings: Settings) -> None:
@@ -306,8 +307,9 @@ class Layers:
     def add(self, values: dict[str, Any], source: str) -> None:
         """Merge values on top.
 
-        A new kind of model, data or tokenizer drops the old kind's keys, except settings. A path
-        to recordings on top of simulated EEG keeps the keys that all kinds of EEG have.
+        A new kind of model, data or tokenizer drops the old kind's keys, except those that
+        `add_settings` added. A path to recordings on top of simulated EEG keeps the keys that all
+        kinds of EEG have.
         """
         given, values = values, self._with_implied_kind(values)
         if "scale" in values:

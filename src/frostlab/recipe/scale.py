@@ -75,7 +75,7 @@ def scaled_values(recipe: Recipe, fixed: Collection[Path] = ()) -> dict[str, Any
 
 
 def narrowed(scale: str, width: int, heads: int) -> int:
-    """Return a model's width at a scale; if it is smaller than `width`, heads have an even size."""
+    """Return a model's width at a scale; heads that become smaller get an even size."""
     most = SIZES[scale].width // (2 * heads) * 2 * heads
     return min(width, max(most, _HEAD * heads))
 
@@ -170,7 +170,7 @@ class _Scaling:
                 if stage["patience"] is not None:
                     stage["patience"] = min(stage["patience"], sizes.epochs)
         warmup, steps = self.recipe.optim.warmup, train.steps
-        if warmup >= 1:  # steps become a share of train.steps; 10 % if that is unknown
+        if warmup >= 1:  # warm-up steps become a share; 10 % if train.steps is unknown
             share = warmup / steps if steps is not None and warmup < steps else 0.1
             self.set("optim", "warmup", float(f"{min(share, 0.5):g}"))
 

@@ -168,7 +168,7 @@ class Evaluate(Strict):
     patience: Positive | None = None  # evaluations without improvement before stopping
     # value of the metric; the result records the steps and seconds until it was reached
     target: float | None = None
-    # number of examples in the batch with the longest ones; a batch of shorter examples has about
-    # as many tokens, so more examples. null: train.batch / train.accumulate; for a classifier, this
-    # is multiplied by the number of layers with trainable weights
+    # number of the longest examples that make a batch; batches of shorter examples have about as
+    # many tokens, so more examples. null: train.batch / train.accumulate and, for a classifier,
+    # that times the number of layers with trainable weights
     batch: Positive | None = None

@@ -1,6 +1,6 @@
 """Run folders: `RunFolder` writes one, and `RunRecord` reads it as typed records.
 
-Only one process at a time has a run's folder open. `RunFolder` appends events, and writes other
+Only one process at a time can open a `RunFolder`. A `RunFolder` appends events, and writes other
 files atomically, so that they are complete or absent.
 """
 
@@ -228,7 +228,7 @@ def effective(events: Iterable[Event]) -> list[Event]:
     Starts, resumes and notes stay; the end and the report of the earlier attempt are dropped.
     """
     valid: list[Event] = []
-    kept_from = [-_INFINITE]  # after each event: a resume from this step on keeps all so far
+    kept_from = [-_INFINITE]  # kept_from[n]: a resume at this step or later keeps the first n
     for event in events:
         added: list[Event] = [event]
         if isinstance(event, ResumeEvent):  # all events before `first` stay

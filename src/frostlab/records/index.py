@@ -323,7 +323,7 @@ def _start(folder: Path, strict: bool) -> "StartEvent | None":
 
 
 def _backwards(path: Path) -> "Iterator[Event]":
-    """Yield events from the last to the first, without flow, and steps only if they come last."""
+    """Yield events, the last first: no gradient flow, and steps only if they are the last event."""
     from frostlab.records.schema import read_event
 
     any_event = False

@@ -4,8 +4,8 @@ A manifest is a JSON object of checksums by file name, like the file that `stora
 inner folder with a manifest or checksums of its own, such as a run of a comparison or a checkpoint
 of a run, is represented only by that manifest or checksum file. A run that has diverged counts as
 finished here. Locks, notes, tags, the queue's files, and files that other commands add later, such
-as reports, are not listed. A comparison of runs that had ended before lists the manifests of these
-runs, by paths that begin with `..`.
+as reports, are not listed. A comparison of existing runs in other folders lists their manifests,
+by paths that begin with `..`.
 """
 
 import json

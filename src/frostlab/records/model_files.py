@@ -106,7 +106,8 @@ def read_inputs(folder: Path) -> ModelInputs:
 def build_stored(recipe: Recipe, folder: Path) -> nn.Module:
     """Build a run's model on the CPU, without its treatment and its trained weights.
 
-    A model with Python code of its own is built from its source, because the code is not copied.
+    A model with Python code of its own is built from the folder or hub name in the recipe,
+    because the code is not copied.
     """
     inputs, settings = read_inputs(folder), recipe.model
     if isinstance(settings, ConformerModel):

@@ -245,7 +245,7 @@ class Result:
     weights_digest: str | None  # digest of the reported weights; null if unfinished
     order_digest: str  # digest of the examples of all steps, in order
     scores: dict[str, dict[str, Scores]] | None = None  # EEG: split → decoder → scores
-    runs_at_once: int = 1  # most runs that could share the device; above 1, times do not compare
+    runs_at_once: int = 1  # most runs that could share the device; above 1, do not compare times
 
 
 @dataclass(frozen=True)
@@ -511,7 +511,7 @@ class FlowPartsEvent(Event):
     every: int  # number of steps from one measured step to the next
     groups: list[FlowGroup]  # parameter groups of the optimizer
     parts: list[FlowPart]  # parts of the model
-    front: list[str]  # trainable tensors of the first two layers, in the order of `ranges`
+    front: list[str]  # trainable tensors of the first two layers, as in `FlowEvent.ranges`
 
 
 @dataclass(frozen=True)
@@ -539,7 +539,7 @@ class FlowEvent(Event):
     broken: list[int] = field(default_factory=list)  # indices of parts with NaN or infinity
     dead: dict[str, float | None] = field(default_factory=dict)  # module → share of dead units
     saturated: dict[str, float | None] = field(default_factory=dict)  # module → saturated share
-    entropy: dict[str, list[float | None]] = field(default_factory=dict)  # attention → each head's
+    entropy: dict[str, list[float | None]] = field(default_factory=dict)  # module → entropy by head
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,18 @@
 Noise that lasts much longer than a block affects all competitors alike and cancels in their ratio.
 
 `interleave_arms` times the arms (variants of one recipe) of a comparison. One round takes the arms
-in random order, and the next round takes them in reverse. The arms are rebuilt after a few pairs of
-rounds, because the memory addresses of one build can make all its steps faster or slower. The
-confidence interval therefore treats each build as one observation. The first round after a build is
-slower than later ones and is not counted.
+in random order, and the next round takes them in reverse; these two are a pair. The arms are
+rebuilt after a few pairs, because the memory addresses of one build can make all its steps faster
+or slower. The confidence interval therefore treats each build as one observation. The first round
+after a build is slower than later ones and is not counted.
 
 The baseline has several copies, its controls. A copy can be a little faster or slower in all its
 builds, and so can an arm. The interval of an arm is therefore never narrower than the prediction
 interval for one more copy of the baseline.
 
-`interleave_pair` times the sides of a benchmark, one of which may be a training loop that cannot be
-called step by step.
+`interleave_pair` times the two sides of a benchmark: ours, which is a step of frostlab, and theirs,
+which may be a training loop that cannot be called step by step, such as the Hugging Face Trainer.
+Some benchmarks also time the step of a third side, called `loop`, such as a plain PyTorch loop.
 """
 
 import math
@@ -136,7 +137,8 @@ class StopRule:
 class Blocks:
     """The batches of each block of steps; a few distinct blocks recur in a cycle.
 
-    The cycle is short, so that the drift can be estimated from repetitions of the same block.
+    The cycle is short, so that the drift of the baseline's time can be estimated from repetitions
+    of the same block.
     """
 
     steps: int  # per block
@@ -360,7 +362,7 @@ class SideTimes:
 
 @dataclass
 class PairTimes:
-    """The times of our side, of their side and, in some benchmarks, of a further loop."""
+    """The times of our side, of their side and, in some benchmarks, of the third side, `loop`."""
 
     ours: SideTimes = field(default_factory=SideTimes)
     theirs: SideTimes = field(default_factory=SideTimes)

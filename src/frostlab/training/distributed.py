@@ -83,8 +83,8 @@ class Compute:
 def process_group(device: torch.device, train: Train) -> Iterator[World]:
     """Join the processes that torchrun started; refuse if `train.processes` is another number.
 
-    A single process joins no group. If the program has already made a group of one process,
-    captured steps sum their gradients over it (`GradientSum`).
+    A single process joins no group. If the program has already made a group of one process, with
+    NCCL, captured steps sum their gradients over this group (`GradientSum`).
     """
     asked = train.processes
     size = world_size()
@@ -164,7 +164,10 @@ class GradientSum:
             dist.broadcast(tensor.detach(), src=0)
 
     def __call__(self, gradients: Sequence[Sequence[Tensor]]) -> None:
-        """Replace the pieces of each parameter's gradient with their sums over all processes."""
+        """Replace gradients with their sums over all processes.
+
+        `gradients` has a list for each parameter: its gradient, in one or more pieces, or nothing.
+        """
         self._check_present([bool(pieces) for pieces in gradients])
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for piece in (piece for pieces in gradients for piece in pieces):
@@ -208,7 +211,7 @@ def reshard(model: nn.Module) -> None:
 def blocks(model: nn.Module) -> list[nn.Module]:
     """Return the model's layers, assumed to be the members of its longest `ModuleList`.
 
-    If several lists are equally long, as in encoder-decoders, the members of all count.
+    If several lists are equally long, as in encoder-decoders, the members of all are returned.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     longest = max((len(stack) for stack in lists), default=0)

@@ -62,7 +62,10 @@ def baseline_scores(signals: Signals) -> Scores:
 
 
 def reported(signals: Signals) -> tuple[str, ...]:
-    """Return the splits to report: their data were not used to train or select weights."""
+    """Return the splits to report: `report` and, if there is one, `unseen`.
+
+    Neither was used to train or select weights; `unseen` has subjects that were not trained on.
+    """
     return tuple(split for split in REPORTED if split in signals.splits)
 
 
@@ -174,11 +177,12 @@ def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
     """Write a page with figures of a finished run into its folder; return the page's path."""
     record = RunRecord(folder)
     if record.status != "finished":
-        raise BadInput(f"{folder} is {record.status}; a page needs a finished run")
+        raise BadInput(f"{folder} is {record.status}; a page with figures needs a finished run")
     recipe = record.recipe
     if recipe.data.task != "envelope":
         raise BadInput(
-            f"{folder} is a run for {recipe.data.task}; this page is for runs that decode EEG"
+            f"{folder} is a run for {recipe.data.task}; a page with figures needs a run that "
+            "decodes EEG"
         )
     scores = read_scores(folder)
     signals = prepare(recipe, data_dir)

@@ -224,7 +224,7 @@ class TextTally:
 
 @dataclass
 class EnvelopeTally:
-    """Sums of loss and Pearson's r over windows; the report scores whole recordings."""
+    """Sums of loss and Pearson's r over windows; `eeg_report` scores whole recordings."""
 
     objective: EnvelopeObjective
     device: torch.device

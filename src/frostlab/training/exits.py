@@ -1,4 +1,4 @@
-"""Early exits: a finished language model measured as if it ended after each of its layers."""
+"""Early exits: a trained language model measured as if it ended after each of its layers."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +32,8 @@ class Exit:
     loss: float
     perplexity: float
     token_accuracy: float
-    flops: float  # matmul FLOPs of the forward pass per token, for the longest input, with the head
+    # matmul FLOPs per token of a forward pass over the longest input, those of the head included
+    flops: float
     share: float  # `flops` as a fraction of the whole model's FLOPs
     parameters: int  # in the embedding, the layers up to this one, the final norm and the head
 

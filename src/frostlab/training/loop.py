@@ -1,6 +1,6 @@
 """The training loop: steps, timing, evaluations, checkpoints and early stopping.
 
-A run has one or more stages, sequences of steps that train the same weights.
+A run has one or more stages. All steps of a stage train the same weights.
 """
 
 import gc
@@ -56,11 +56,13 @@ from frostlab.training.treatment import count_parameters
 # Fewest steps between two evaluations that write histograms; at a stage's last step, histograms
 # are always written.
 _HISTOGRAM_STEPS = 100
-_TURN_SECONDS = 0.02  # between two attempts to take a turn
+# Seconds between two attempts to take a turn, the permission to take steps, which a run needs if a
+# queue lets more runs share a device than train at once.
+_TURN_SECONDS = 0.02
 
 
 class Stopped(Exception):
-    """Raised when a run was asked to stop and has saved a checkpoint."""
+    """Raised when a run was asked to stop; a checkpoint holds its steps, if it took any."""
 
 
 def train(
@@ -102,8 +104,8 @@ def _train_stage(
 ) -> EagerStep:
     """Train a stage to its end or to early stopping; return its step object.
 
-    `state` holds the optimizer's tensors to start from; it may be empty. The first step waits for
-    this run's turn.
+    `state` holds the optimizer's tensors to start from; it may be empty. Before its first step,
+    a run waits for a turn.
     """
     recipe, compute, world = context.recipe, context.compute, context.world
     arguments = (context.current, recipe, context.prepared, context.task, compute)
@@ -195,7 +197,7 @@ def _train_stage(
                 log.flush()
                 progress.epoch_seconds = clock.training_seconds() - epoch_began
                 _save_checkpoint(context, progress, clock, step_once.optimizer)
-            # a run that has just taken its last step continues to its report
+            # a run that has taken its last step does not stop, but evaluates the `report` split
             if stop and not (is_last_stage and (progress.step == end or progress.stopped_early)):
                 context.writer.wait()
                 raise Stopped
@@ -245,7 +247,7 @@ def _write_histograms(
     batches: list[Batch],
     scored: int,
 ) -> None:
-    """Write histograms of weights and gradients, if asked to.
+    """Write histograms of weights and gradients, if the run writes TensorBoard files.
 
     The gradients are those of the last batch with the weights after its step.
     """

@@ -118,8 +118,8 @@ def run(
         data_dir: the folder with the data sets.
         resume: continue the unfinished run in `out`, or the newest unfinished run of this recipe in
             `runs`. Without any run, begin one; refuse a finished or diverged run.
-        tensorboard: a folder to which TensorBoard event files are written during the run; those
-            of a scaled run, or one with stand-ins, to a subfolder whose name says so.
+        tensorboard: a folder to which TensorBoard event files are written during the run. A scaled
+            run, or one with stand-ins, writes them to a subfolder whose name says so.
         scale: tiny or small: fewer examples, fewer steps and narrower layers; None: the recipe's
             scale. `settings` win over the scale.
         stand_in: use built-in data, a learned tokenizer or random weights in place of a data set, a
@@ -373,7 +373,7 @@ def failure_of(error: BaseException, recipe: Recipe) -> Failure:
 def _train_and_report(
     context: RunContext, resumed: Checkpoint | None, meter: Meter, wall: WallClock
 ) -> None:
-    """Train and report; write the result even if training fails.
+    """Train, then evaluate on the `report` split; write `result.json` even if an error occurs.
 
     `meter` started to measure the device's memory before the model was built.
     """
@@ -399,7 +399,8 @@ def _train_and_report(
             wall.end_part("report")
         except BaseException as error:
             failure = failure_of(error, context.recipe)
-            metrics, scores, weights_digest = None, None, None  # the weights may not be saved
+            # perhaps the weights that were evaluated have not been saved
+            metrics, scores, weights_digest = None, None, None
             with suppress(BaseException):  # the first error is the one to report
                 context.writer.wait()
             progress.seconds = clock.seconds

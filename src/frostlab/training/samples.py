@@ -30,7 +30,9 @@ _SAMPLING = Sampling(max_tokens=48)
 _PROMPTS = 2  # texts that are continued
 _PROMPT = 8  # most tokens of a prompt
 _SEARCHED = 20_000  # tokens of the report split in which the beginnings of texts are searched
-_EXAMPLES = 100  # examples that can give a prompt if there are too few texts
+# If there are too few texts, the beginnings of examples, which may lie inside a text, are prompts;
+# only this many examples are tried.
+_EXAMPLES = 100
 
 
 def write_samples(context: RunContext, progress: Progress) -> None:
@@ -43,7 +45,7 @@ def write_samples(context: RunContext, progress: Progress) -> None:
         return
     if as_token_data(prepared).tokenizer is None:  # generated tokens have no text
         return
-    if _is_sharded(context.model):  # its weights are read from the last checkpoint
+    if _is_sharded(context.model):  # its weights are read from a checkpoint: wait for it
         context.writer.wait()
     try:
         samples = _generate(context, progress)

@@ -328,7 +328,8 @@ def check_memory(
     largest = int(estimate.tokens_in(free) / length) * micro_batches
     if largest < micro_batches:
         raise BadInput(f"{problem}; this model is too large for it, even with the smallest batch")
-    raise BadInput(f"{problem}; about {largest} would fit, or more with train.accumulate")
+    advice = f"a batch of about {largest} would fit, or a larger one with train.accumulate"
+    raise BadInput(f"{problem}; {advice}")
 
 
 def _try_longest_example(model: nn.Module, prepared: Prepared, name: str) -> None:
@@ -556,10 +557,10 @@ def best_model(record: RunRecord) -> nn.Module:
 
 
 def _best_saved(record: RunRecord) -> tuple[Checkpoint, bool]:
-    """Return the checkpoint that a finished run reported, or else the current stage's best one.
+    """Return the checkpoint whose weights to use, and whether they are the best.
 
-    Before the first evaluation of a stage, this is the newest checkpoint, and the second value,
-    whether the checkpoint is the best one, is False.
+    This is the checkpoint that `result.json` of a finished run names, or else the current stage's
+    best one, or the newest one if the stage has not been evaluated yet.
     """
     saved = {checkpoint.place: checkpoint for checkpoint in checkpoints_in(record.folder)}
     if finished_status(record.folder) == "finished":

@@ -132,7 +132,8 @@ class Tally(Protocol):
         """Return every metric of the task, over all processes."""
 
 
-Report = tuple[dict[str, float], dict[str, Any] | None]  # metrics; EEG: scores for result.json
+# The metrics of the `report` split, and the scores for result.json (None except for EEG).
+Report = tuple[dict[str, float], dict[str, Any] | None]
 
 
 @dataclass(frozen=True)

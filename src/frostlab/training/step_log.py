@@ -105,7 +105,7 @@ class StepLog:
     def __exit__(self, kind: Any, error: BaseException | None, *trace: object) -> None:
         """Flush and stop measuring gradient flow; after an error, ignore further errors.
 
-        With several processes, neither is done after an error: a block holds losses summed over all
+        After an error in a run of several processes, do nothing: a flush sums losses over all
         processes, and the others may have ended.
         """
         if error is None:

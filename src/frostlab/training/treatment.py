@@ -82,7 +82,7 @@ def register_treatment(
     *,
     freeze: Sequence[str] = (),
 ) -> None:
-    """Register a treatment for recipes, and arms of comparisons, that set `treatment: NAME`.
+    """Register a treatment: recipes can set `treatment: NAME`, comparisons can use it as an arm.
 
     Args:
         name: a name that no other treatment has.

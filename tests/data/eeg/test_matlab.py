@@ -40,10 +40,10 @@ def test_arrays_and_cells_come_back(good: Path) -> None:
 
 
 BAD = {
-    "text": ({"eeg": "words"}, ": eeg holds <U5, not samples"),
-    "struct": ({"eeg": {"a": 1}}, "not samples"),
-    "complex": ({"eeg": np.ones((2, 2)) * 1j}, ": eeg holds complex128, not samples"),
-    "cells of text": ({"eeg": np.array(["a", "bc"], dtype=object)}, "not samples"),
+    "text": ({"eeg": "words"}, ": eeg holds <U5, not an array of integers"),
+    "struct": ({"eeg": {"a": 1}}, "not an array of integers"),
+    "complex": ({"eeg": np.ones((2, 2)) * 1j}, ": eeg holds complex128, not an array of integers"),
+    "cells of text": ({"eeg": np.array(["a", "bc"], dtype=object)}, "not an array of integers"),
     "sparse": ({"eeg": sparse.eye(3).tocsc()}, ": eeg holds csc_"),
     "another": ({"data": np.ones(3)}, " has no variable eeg; it has data"),
 }

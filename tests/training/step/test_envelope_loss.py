@@ -140,7 +140,7 @@ def test_a_batch_is_the_sum_of_its_parts() -> None:
             {"scales": (2, 0)},
             r"scales \(2, 0\) must be one or more",
         ),
-        ("multiscale", [(2, 9), (2, 9)], {}, "leaves fewer than two at scale 8; .* fits is 4"),
+        ("multiscale", [(2, 9), (2, 9)], {}, "gives fewer than two means at scale 8; .* fits is 4"),
         ("pearson", [(2, 1), (2, 1)], {}, "a window of 1 samples has no correlation; .* is 2"),
     ],
 )

@@ -247,7 +247,7 @@ def test_compiled_layers_give_the_same_losses() -> None:
     (supervise(weights=(1.0, 2.0)), "supervise.weights has 2 values for 3 layers"),
     (supervise("last", weights=(1.0, 2.0)), "supervise.weights has 2 values for 1 layers"),
     (supervise([1, 2]), "supervise.layers end at 2, but layers above it learn and would get no "
-                        "gradient; add 3, or freeze them"),
+                        "gradient; add layer 3, or freeze them"),
 ])  # fmt: skip
 def test_what_a_model_does_not_have_is_refused(wanted: Supervise, line: str) -> None:
     with pytest.raises(fl.BadInput) as refused:
@@ -258,7 +258,7 @@ def test_what_a_model_does_not_have_is_refused(wanted: Supervise, line: str) -> 
 def test_only_frozen_layers_are_refused() -> None:
     model = made("decoder after")
     fl.freeze(model, "embedding", "layers[0:2]")
-    with pytest.raises(fl.BadInput, match=r"\[1, 2\] have no trainable weight.*; add 3, or"):
+    with pytest.raises(fl.BadInput, match=r"\[1, 2\] have no trainable weight.*; add layer 3, or"):
         resolve_supervision(supervise([1, 2]), model)
 
 

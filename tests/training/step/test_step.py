@@ -152,7 +152,7 @@ def test_a_run_says_and_records_which_kind_it_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = fl.run(tiny(train__step="captured"), runs=tmp_path, progress=True)
-    reason = "graphs are captured on CUDA, not on cpu"
+    reason = "CUDA graphs are captured on CUDA, not on cpu"
     said = capsys.readouterr().err.splitlines()
     assert [line for line in said if "steps:" in line] == [f"eager steps: {reason}"]
     (event,) = record.result.stepping

@@ -145,7 +145,7 @@ def load_undivided(
 def load_eeg(
     data: RecordedEEG, path: Path, channels: Sequence[str], subjects: Sequence[str]
 ) -> Iterator[Windows]:
-    """Yield the EEG of a file, or of each file in a folder, as windows to decode."""
+    """Yield the windows of each EEG file at `path`, a file or a folder; envelopes are unknown."""
     for file in eeg_files(data, path):
         recording, labels = read_eeg(data, file, subjects)
         check_same_channels(recording.name, labels, channels)

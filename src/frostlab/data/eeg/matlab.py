@@ -50,7 +50,7 @@ class MatFiles:
         self._modules = ["mne"] if mne else []
 
     def read(self, path: Path, *keys: str) -> dict[str, list[Any]]:
-        """Return the arrays of each variable: one for an array, several for a cell array."""
+        """Return the variables `keys` as lists: of one array, or of the arrays of a cell array."""
         from frostlab.errors import BadInput  # the second process does not import frostlab
 
         size = _size(path)
@@ -245,7 +245,7 @@ def _numbers(key: str, value: Any) -> list[Any]:
     for array in arrays:
         if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu" or not array.ndim:
             kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
-            raise _Refused(f": {key} holds {kind!s:.40}, not samples")
+            raise _Refused(f": {key} holds {kind!s:.40}, not an array of integers or floats")
     return [array.astype(np.float64) for array in arrays]
 
 

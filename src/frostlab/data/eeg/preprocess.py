@@ -57,7 +57,7 @@ def preprocess_eeg(
     band: Band | None,
     reference: Array | None = None,
 ) -> Recording:
-    """Check and preprocess EEG to decode; its envelope is unknown, and set to zero."""
+    """Check and preprocess EEG alone; the recording's envelope, which is unknown, is all zeros."""
     check_shape(name, eeg)
     check_eeg(name, eeg, channels)
     check_reference(name, eeg, reference)

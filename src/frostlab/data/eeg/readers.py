@@ -66,7 +66,7 @@ def find_folder(path: str, data_dir: Path | None) -> Path:
 
 
 def pair_files(folder: Path, endings: Iterable[str]) -> list[tuple[list[str], Path, Path]]:
-    """Return each recording's name (as parts), EEG file and envelope file, sorted by name."""
+    """Return each recording's name (split at `_-_`), EEG file and envelope file, sorted by name."""
     eeg_endings = tuple(f"{_SEPARATOR}eeg{ending}" for ending in endings)
     pairs = []
     for path in sorted(folder.iterdir()):
@@ -107,12 +107,15 @@ def load_envelope(path: Path) -> NDArray[np.float64]:
 def challenge_sources(data: ChallengeEEG, folder: Path) -> list[Source]:
     """List the recordings in files `PREFIX_-_SUBJECT_-_STIMULUS_-_eeg.npy` and `…_-_envelope.npy`.
 
-    Files with other features of the speech are ignored.
+    PREFIX is train, val or test. Files with other features of the speech are ignored.
     """
     sources = []
     for parts, eeg, envelope in pair_files(folder, [".npy"]):
         if len(parts) < 3 or parts[0] not in _ROLES:
-            raise BadInput(f"{eeg} is not named {'|'.join(_ROLES)}_-_SUBJECT_-_STIMULUS_-_eeg.npy")
+            raise BadInput(
+                f"{eeg} is not named PREFIX_-_SUBJECT_-_STIMULUS_-_eeg.npy, where PREFIX is one of "
+                f"{', '.join(_ROLES)}"
+            )
         heading = Heading(
             _SEPARATOR.join(parts), parts[1], _SEPARATOR.join(parts[2:]), _ROLES[parts[0]]
         )
@@ -411,8 +414,8 @@ def read_eeg(
     """Read the EEG of a file, without the speech; return its channel names, too.
 
     The subject is the part of the file's name that is one of `subjects`, or "" if no part is. For
-    MATLAB's files, the name of the folder is taken instead, or sub-001 if the folder also has the
-    envelopes.
+    MATLAB's files, the name of the folder is compared with `subjects` instead, or sub-001 if the
+    folder also has the envelopes.
     """
     parts = path.stem.removesuffix(f"{_SEPARATOR}eeg").split(_SEPARATOR)
     name = _SEPARATOR.join(parts)

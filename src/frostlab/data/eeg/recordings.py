@@ -47,7 +47,7 @@ class Recordings:
 
     rate: float  # Hz
     channels: tuple[str, ...]
-    splits: dict[str, tuple[Recording, ...]]  # role → recordings; unseen only if held out
+    splits: dict[str, tuple[Recording, ...]]  # role → recordings; unseen may be missing
     subjects: tuple[str, ...]  # subjects in train, in the order of the subject embedding's rows
     known: dict[str, float]  # reference scores, such as best_r, a bound on the correlation r
     origin: dict[str, str]  # role → where the recordings come from
@@ -65,7 +65,7 @@ class Windows:
     length: int  # samples per window
     hop: int | None  # samples from one start to the next; None: starts are redrawn every epoch
     digest: str
-    drawn: int | None = None  # windows per recording without a hop; None: as many as fit
+    drawn: int | None = None  # windows per recording if hop is None; None: as many as fit
 
     def __len__(self) -> int:
         return len(self._first)
@@ -268,7 +268,7 @@ def subjects_of(recordings: Iterable[Recording]) -> tuple[str, ...]:
 
 
 def check_channels(name: str, count: int, first: str, expected: int) -> None:
-    """Refuse a recording without the `expected` number of channels, which `first` has."""
+    """Refuse `name` if it has another number of channels than `first`: `count`, not `expected`."""
     if count != expected:
         raise BadInput(f"{name} has {count} channels, but {first} has {expected}")
 

@@ -21,7 +21,7 @@ from frostlab.text import counted
 
 Array = NDArray[np.float64]
 SPAN = 0.4  # s, duration of a response
-MEMORY = 2.0  # s; after this time the adaptation no longer depends on its initial state
+MEMORY = 2.0  # s; after this time the adaptation to loudness has forgotten its initial state
 _LATENCIES = (0.06, 0.12, 0.20)  # s, latencies of the three waves
 _WIDTHS = (0.018, 0.025, 0.04)  # s, widths of the three waves
 _HEIGHTS = (0.6, -1.0, 0.8)  # median amplitudes of the three waves
@@ -58,10 +58,10 @@ BIOSEMI128: tuple[str, ...] = tuple(f"{bank}{n}" for bank in "ABCD" for n in ran
 
 @dataclass(frozen=True)
 class Head:
-    """One subject: the response, and the noise, whose total power is 1, averaged over channels.
+    """One subject: the response to a drive, and the sources of noise.
 
-    A topography (a column of `background` or `alpha`, or `blinks`) holds the potential of a source
-    at each channel.
+    The noise of all sources has a power of 1, averaged over channels. A topography (a column of
+    `background` or `alpha`, or `blinks`) holds the potential of a source at each channel.
     """
 
     response: Array  # (taps, channels), response to a drive of variance 1
@@ -355,9 +355,9 @@ class BestCorrelation:
 def best_correlation(head: Head, rate: float, responses: str) -> BestCorrelation:
     """Return the best r for one subject: the bound for all decoders, and the best linear decoder's.
 
-    The best linear decoder is a Wiener filter. For non-linear responses, the bound follows
-    from the least squared error of an envelope that is coded at the rate, in nats per second, at
-    which the EEG can carry information.
+    The best linear decoder is a Wiener filter. For non-linear responses, the bound follows from
+    rate-distortion theory: the EEG carries a limited number of nats per second, and an envelope
+    that is coded with so many has at least a certain squared error.
     """
     f = frequency_grid(rate)
     envelope, drive_power, coherence = drive_spectra(rate, responses)

@@ -33,8 +33,8 @@ class HoldOut:
 
     seen: tuple[str, ...] | None = None  # subjects to train on; None: all that are not unseen
     unseen: tuple[str, ...] | float | None = None  # subjects to hold out: names, or a share
-    tune: int | None = None  # recordings per subject; None: set by file prefixes, if any, or 1
-    report: int | None = None  # recordings per subject; None: as for tune
+    tune: int | None = None  # recordings per subject; None: by file prefixes, else 1
+    report: int | None = None  # recordings per subject; None: by file prefixes, else 1
     # If given, replaces tune and report: the position, from 1, of the recording for report among a
     # subject's recordings. The next recording is for tune (after the last recording: the first).
     held_out: int | None = None
@@ -143,7 +143,7 @@ def _assign_by_order(subject: str, names: list[str], rule: HoldOut, division: Di
     if count < tune + report + 1:
         raise BadInput(
             f"{subject} has {count} recording{'s' * (count != 1)}; at least {tune + report + 1} "
-            f"are needed: {report} to report, {tune} to tune on, 1 to train on"
+            f"are needed: {report} to report on, {tune} to tune on, 1 to train on"
         )
     if rule.held_out is not None:
         if rule.held_out > count:

@@ -86,7 +86,7 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
     ("The times of steps are unproven: ", "单步耗时未经证实：",
      "ステップ時間は実証されていない："),
     (" Confounded by ", " 混杂因素：", " 交絡要因："),
-    ("Looked at too often: ", "查看结果的次数过多：", "結果を見る回数が多すぎた："),
+    ("Too many looks at the results: ", "查看结果的次数过多：", "結果を見る回数が多すぎた："),
     (", seed ", "，种子 ", "、シード "),
     (", is not paired: ", " 未能配对：", " は対にできない："),
     ("Further doubts are listed under “Verdicts” and “What differs between the arms”.",
@@ -100,7 +100,7 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
     (", the same weights. Any difference is the noise of the device and the evaluation.",
      "，权重相同。两者的任何差异都来自设备和评估的噪声。",
      "、重みは同一。差があれば、それは装置と評価の雑音である。"),
-    (", other weights. Any difference is the noise of the device and the evaluation.",
+    (", different weights. Any difference is the noise of the device and the evaluation.",
      "，权重不同。两者的任何差异都来自设备和评估的噪声。",
      "、重みは異なる。差があれば、それは装置と評価の雑音である。"),
     ("The run of {baseline} with seed ", "{baseline} 的一次运行，种子为 ",
@@ -131,9 +131,9 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
     ("“{word}” means: {reason}.", "“{word}”的含义：{reason}。", "「{word}」の意味：{reason}。"),
     (" Note: ", " 注：", " 注："),
     ("(Compares how much the best value changed from the first stage to the last, on the split "
-     "that also selects the weights.) ",
-     "（比较的是最佳值从第一阶段到最后阶段的变化，所用数据也用于选择权重。）",
-     "（最良値が最初の段階から最後の段階までにどれだけ変化したかを、重みの選択にも使う"
+     "that also selects the checkpoint.) ",
+     "（比较的是最佳值从第一阶段到最后阶段的变化，所用数据也用于选择检查点。）",
+     "（最良値が最初の段階から最後の段階までにどれだけ変化したかを、チェックポイントの選択にも使う"
      "データで比較する。）"),
     # What words mean
     ("the whole interval of the effect is in favour of the arm", "效应的整个区间都对该组有利",
@@ -367,10 +367,10 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
     ("Ratio of the total time of whole runs, with its interval; runs of all arms alternated.",
      "整次运行总耗时之比及其区间；各组的运行交替进行。",
      "実行全体の時間の比とその区間。各群の実行は交互に行った。"),
-    ("Mean over seeds of the best score on the split that selects the weights, with its 95 % "
+    ("Mean over seeds of the best score on the split that selects the checkpoint, with its 95 % "
      "interval; all arms have the same scale.",
-     "在选择权重的数据上最佳得分的各种子均值及其 95 % 区间；各组使用同一尺度。",
-     "重みを選ぶデータでの最良の得点のシード平均とその 95 % 区間。全群の尺度は同じ。"),
+     "在选择检查点的数据上最佳得分的各种子均值及其 95 % 区间；各组使用同一尺度。",
+     "チェックポイントを選ぶデータでの最良の得点のシード平均とその 95 % 区間。全群の尺度は同じ。"),
     ("Filled symbols are the values that were chosen, with the number of seeds above them; the "
      "other seeds' scores choose the value for a seed.",
      "实心符号是选中的值，上方为种子数；对每个种子，由其他种子的得分来选择。",

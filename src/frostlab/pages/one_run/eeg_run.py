@@ -1,4 +1,8 @@
-"""The parts of a run's report that only EEG runs have: r by subject, traces, electrodes."""
+"""The parts of a run's report that only EEG runs have: r by subject, traces, electrodes.
+
+The decoder is the trained model or, for comparison, a ridge regression. r is the correlation of the
+decoded envelope with the envelope of the heard speech, and a trace shows 10 seconds of both.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -61,11 +65,13 @@ def _subjects(folder: Path, records: Records) -> list[Block]:
     head = ("split", "decoder", "mean r [95 %]", "by chance", "p", "above chance", "of subjects",
             "match", "challenge score")  # fmt: skip
     note = (
-        "Mean r of the subjects by Fisher's z. By chance: nine of ten such means lie in this range "
-        "if the envelopes are shifted in time. Above chance: subjects whose own p is at most five "
-        "percent. Match: how often a window's own envelope correlates better than another one. The "
-        "challenge score is two thirds of r on segments of subjects trained on and one third of r "
-        "on the others'."
+        "r is Pearson's correlation of the decoded with the heard envelope; its mean over the "
+        "subjects is taken of Fisher's z. By chance: nine of ten such means lie in this range if "
+        "the envelopes are shifted in time. p: how probable a mean this large is by chance. Above "
+        "chance: the number of subjects whose own p is at most five percent. Match: how often the "
+        "decoded envelope of a window correlates better with the heard one than with that of "
+        "another window. The challenge score is two thirds of r on segments of subjects trained on "
+        "and one third of r on segments of the others."
     )
     shown.append(Table("scores", "Correlation with the heard envelope", head, tuple(rows), note))
     for split, decoders in scores.items():

@@ -73,14 +73,14 @@ class OneRun:
 
     @cached_property
     def metric(self) -> str:
-        """Name of the metric that selects the weights; without a result, the first evaluated."""
+        """Name of the metric that selects the checkpoint; without a result, the first evaluated."""
         chosen = self.value("best", "metric")
         first = (name for event in self.evaluations for name in event.metrics)
         return str(chosen or next(first, "metric"))
 
     @cached_property
     def evaluations(self) -> list[EvaluationEvent]:
-        """The evaluations on the split that selects the weights, in order."""
+        """The evaluations on the split that selects the checkpoint, in order."""
         return [
             event for event in self.events
             if isinstance(event, EvaluationEvent) and event.checkpoint is None

@@ -89,13 +89,13 @@ def _first_screen(run: OneRun) -> list[Block]:
             if run.value("report", other) is not None:
                 beside += [text, run.cell("report", other, format=metric_format(other))]
         blocks.append(item(f"Result: {plain(metric)} ", run.cell("report", metric, format=shown),
-                           " on the reporting split", *beside, "."))  # fmt: skip
+                           " on the report split", *beside, "."))  # fmt: skip
     if run.value("best", "value") is not None:
         blocks.append(item(
-            f"Best {plain(metric)} on the selecting split: ",
+            f"Best {plain(metric)} on the split that selects the checkpoint: ",
             run.cell("best", "value", format=shown), " at step ",
             run.cell("best", "step", format="count"), " of ", run.cell("steps", format="count"),
-            ", ended by patience." if run.value("stopped_early") else ".",
+            ". Training stopped early, by patience." if run.value("stopped_early") else ".",
         ))  # fmt: skip
     if run.value("parameters") is not None:
         blocks.append(item(
@@ -149,8 +149,8 @@ def _training_figure(run: OneRun) -> Figure | None:
     chart = run_figures.training(losses, evaluations, run.later_stages, plain(run.metric), percent)
     better = "smaller" if run.metric in LOWER_IS_BETTER else "larger"
     shown = (
-        f"{plain(run.metric)} at each evaluation on the selecting split ({better} is better), the "
-        "best of the last stage with a ring."
+        f"{plain(run.metric)} at each evaluation on the split that selects the checkpoint "
+        f"({better} is better), the best of the last stage with a ring."
     )
     loss = "the loss of the training steps; in a long run, each point is the mean of neighbours."
     both = f"Above, {shown} Below, {loss}"
@@ -178,7 +178,7 @@ def _evaluation_rows(run: OneRun) -> list[dict[str, Any]]:
 
 
 def _results(run: OneRun) -> list[Block]:
-    """Return the metrics of the report, of the best evaluation and of the last evaluation."""
+    """Return the metrics on the report split, of the best evaluation and of the last one."""
     report, last = run.value("report") or {}, run.value("last") or {}
     stages = run.value("stages") or []
     best = stages[-1]["metrics"] if stages else {}
@@ -198,8 +198,9 @@ def _results(run: OneRun) -> list[Block]:
     )
     head = ("metric", "report", "best evaluation", "last evaluation")
     note = (
-        "The best evaluation selected the weights; report is their evaluation on the reporting "
-        "split, which also selects them if the recipe has splits: published."
+        "The best evaluation (in a run with stages, of the last stage) selects the checkpoint. The "
+        "column report has the metrics of this checkpoint on the report split. If the recipe has "
+        "splits: published, the report split also selects the checkpoint."
     )
     blocks: list[Block] = [Table("results", "Metrics", head, rows, note)]
     if (figure := _confusion(run)) is not None:
@@ -224,8 +225,8 @@ def _confusion(run: OneRun) -> Figure | None:
                 "text": NONE if share is None else f"{share:.0%}",
             })  # fmt: skip
     caption = (
-        "Each row is a class of the reporting split, each column a predicted class; the colour is "
-        "the share of the row's examples."
+        "Each row is a class of the report split, each column a predicted class; the colour is the "
+        "share of the row's examples."
     )
     return Figure("confusion", "Predicted classes", run_figures.confusion(rows), caption, rows,
                   ("predictions.json", DATA))  # fmt: skip
@@ -325,24 +326,28 @@ def _stages_figure(run: OneRun, stages: list[dict[str, Any]]) -> Figure:
     chart = run_figures.stages_in_time(spans, points, plain(run.metric))
     caption = (
         f"All stages on one axis of time: the bands are the stages, the points "
-        f"{plain(run.metric)} at each evaluation on the selecting split."
+        f"{plain(run.metric)} at each evaluation on the split that selects the checkpoint."
     )
     return Figure("stages-in-time", "Stages in time", chart, caption, [*spans, *points],
                   (RESULT, EVENTS))  # fmt: skip
 
 
 def _layers_figure(run: OneRun, stages: list[dict[str, Any]]) -> Figure | None:
-    """Draw a metric by layer: of the stages' layers with a loss, and from `frostlab exits`."""
+    """Draw the loss if the head reads the output of a layer, for every layer where it is known.
+
+    It is known for layers that have a loss in training and, after `frostlab exits`, for all layers.
+    If the run's metric is the perplexity, that is drawn instead of the loss.
+    """
     name = "perplexity" if run.metric == "perplexity" else "loss"
-    points, files = [], [RESULT]
+    points, files, split = [], [RESULT], "split that selects the checkpoint"
     for number, stage in enumerate(stages, 1):
-        title = f"{number}: {stage['name']}" if len(stages) > 1 else "selecting split"
+        title = f"{number}: {stage['name']}" if len(stages) > 1 else split
         for layer, metrics in (stage["metrics"].get("layers") or {}).items():
             points.append((title, layer, metrics.get(name)))
     exits = run.value("exits", file="exits.json") or []
     if exits:
         files.append("exits.json")
-    points += [("early exits, reporting split", layer["layer"], layer.get(name)) for layer in exits]
+    points += [("early exits, report split", layer["layer"], layer.get(name)) for layer in exits]
     rows = [
         {"stage": short(plain(stage), 40), "layer": int(layer), "value": value,
          "text": f"{value:.4g}"}
@@ -353,8 +358,8 @@ def _layers_figure(run: OneRun, stages: list[dict[str, Any]]) -> Figure | None:
         return None
     caption = (
         f"{name.capitalize()} if the head reads the output of a layer: for the layers that have a "
-        "loss in training, at each stage's best evaluation on the selecting split"
-        + ("; and for an exit after every layer, with the reported weights." if exits else ".")
+        "loss in training, at each stage's best evaluation on the split that selects the checkpoint"
+        + ("; and for every layer, with the best checkpoint on the report split." if exits else ".")
     )
     return Figure("layers", f"{name.capitalize()} by layer", run_figures.by_layer(rows, name),
                   caption, rows, tuple(files))  # fmt: skip

@@ -62,7 +62,7 @@ def is_dense(effects: int, comparisons: int, arms: int) -> bool:
 
 
 def in_brackets(shortcomings: Sequence[str]) -> str:
-    """Return the shortcomings of a mean as text to append."""
+    """Return the shortcomings of a mean (confounded, reduced) as text to append."""
     return f" ({', '.join(shortcomings)})" if shortcomings else ""
 
 

@@ -1,8 +1,8 @@
 """The report of several comparisons: every treatment on every data set, and the means over them.
 
-The folder is a group's folder, or a folder of comparisons and groups. Every number names its
+The folder is a group's folder, or a folder of comparisons and groups. Every number comes from a
 record: the evidence.json of its comparison; means.json, which is written with the report, for means
-over comparisons; or the summary.json of its group.
+over comparisons; or the summary.json of its group. The sources are the studies that it repeats.
 """
 
 from collections.abc import Sequence
@@ -140,7 +140,7 @@ def _names(members: Sequence[Member]) -> str:
 
 
 def _verdicts(several: Several) -> list[Block]:
-    """Return a table of comparisons × arms; if it is too wide or empty, with one row per effect."""
+    """Return a table of comparisons × arms or, if `is_dense` is false, with one row per effect."""
     effects = sum(len(evidence.verdicts) for _, evidence in several.finished)
     dense = is_dense(effects, len(several.finished), len(several.arms))
     rows: list[Row] = []
@@ -247,8 +247,9 @@ def _models(several: Several) -> list[Block]:
             several.records.cell(MEANS, "contrasts", number, "effect", format="effect"), ".",
         ))  # fmt: skip
     if not several.means.contrasts:
-        blocks.append(words("No arm has effects on the same metric, with the same shortcomings, "
-                            "for both models, so the models are not contrasted."))  # fmt: skip
+        blocks.append(words("No arm has effects on the same metric, with the same shortcomings "
+                            "(confounded, reduced), for both models, so the models are not "
+                            "contrasted."))  # fmt: skip
     return blocks
 
 
@@ -354,7 +355,7 @@ def _times(several: Several) -> list[Block]:
 
 
 def _answers(several: Several) -> list[Block]:
-    """Return the answers to questions about a whole group and to questions between comparisons."""
+    """Return the answers about a whole group, and on how effects differ between comparisons."""
     blocks: list[Block] = []
     for group, summary in several.groups.items():
         file = str(Path(group) / SUMMARY)

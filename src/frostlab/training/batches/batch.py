@@ -15,8 +15,8 @@ from frostlab.data.tokens import Tokens
 from frostlab.devices import prepares_kernels, to_device
 from frostlab.models.attention import Packing
 
-# Target of a position without a loss. Every other target of a text is a scored target, and every
-# EEG window counts as one.
+# The target of a position that the loss leaves out. All other targets of a text are scored targets;
+# for EEG, each window counts as one scored target.
 IGNORED = -100
 _POOL = 50  # batches per pool; `epoch_order` sorts the examples of a pool by length
 Rows = NDArray[np.int64]  # indices of examples; the index of an EEG window is its first sample
@@ -27,7 +27,7 @@ Split = Tokens | Windows
 def epoch_order(
     lengths: NDArray[np.int64], batch: int, seed: int, epoch: int, bucket: bool
 ) -> Order:
-    """Return the shuffled examples of each step of an epoch; one may have fewer than `batch`.
+    """Return the shuffled examples of each step of an epoch; one step may have fewer than `batch`.
 
     With `bucket`, examples of similar length share a batch: each pool of shuffled examples is
     sorted by length and split into batches, and the batches are shuffled again.
@@ -51,8 +51,8 @@ def evaluation_order(lengths: NDArray[np.int64], batch: int) -> Order:
 def full_batches(lengths: NDArray[np.int64], batch: int, limit: int | None = None) -> Order:
     """Return batches of all examples, longest first, with about as many tokens as the first batch.
 
-    The first batch has the `batch` longest examples; batches of shorter examples have more. `limit`
-    is as in `collate`.
+    The first batch has the `batch` longest examples; batches of shorter examples have more. The
+    tokens include padding; with `limit`, batches are padded to `padded_width(longest, limit)`.
     """
     rows = np.argsort(-lengths, kind="stable")
     batches: Order = []
@@ -174,10 +174,10 @@ def collate(
     """Return examples as tensors, padded to `width` tokens, or else to the longest of them.
 
     With `limit` and without `width`, they are padded to `padded_width(longest, limit)` tokens. For
-    a language model, these numbers count the last token, which is only a target, so its tensors are
-    one narrower. `types` adds token types, which mark the second text of a pair. Without rows, the
-    batch is one placeholder that is not scored, so that a process without examples still takes part
-    in the step.
+    a language model, these widths count the last token, which is only a target, so the tensors have
+    one column less. `types` adds token types, which mark the second text of a pair. Without rows,
+    the batch is one placeholder that is not scored, so that a process without examples still takes
+    part in the step.
     """
     has_rows = bool(len(rows))
     rows = rows if has_rows else np.zeros(1, np.int64)

@@ -22,8 +22,8 @@ from frostlab.training.step.optimizer import Bf16Copies, build_optimizer
 
 # Measured by benchmarks/kinds.py on an H200 (docs/measurements.md, "Kinds of step"). Compiling a
 # captured step saves elementwise work: 71 picoseconds per token, layer and unit of the width in
-# BERT. In frostlab's GPT it saved 58 to 69, but its layers now have most of that without compiling
-# (benchmarks/residual_norm.py). Compiling adds `_COMPILE_SECONDS` to the start of a run.
+# BERT. In frostlab's GPT it saved 58 to 69, but kernels in its layers now save most of this without
+# compiling (benchmarks/residual_norm.py). Compiling adds `_COMPILE_SECONDS` to the start of a run.
 _SAVED_PER_UNIT = {"GPT": 33e-12}  # class of the model → seconds
 _OTHER_SAVED_PER_UNIT = 60e-12
 _COMPILE_SECONDS = {"GPT": 4.0, "Decoder": 4.0, "Conformer": 15.0}  # class of the model → seconds
@@ -55,9 +55,10 @@ class CompileCost:
 
 
 def compile_cost(model: nn.Module, tokens: float | None, shapes: int = 1) -> CompileCost:
-    """Estimate the cost of compiling the steps of a model over `tokens` tokens on average.
+    """Estimate what compiling a model's steps takes and saves.
 
-    `shapes` is the number of different batch shapes. The estimate depends only on the model and its
+    `tokens` is the mean number of tokens that a process reads in a step (None: unknown), and
+    `shapes` the number of different batch shapes. The estimate depends only on the model and its
     batches, not on times or caches of this machine: compiled layers round differently, and the same
     recipe should give the same numbers.
     """
@@ -106,11 +107,11 @@ class Sharing:
         if wanted == "compiled":
             return None
         if not world.nccl:
-            return f"graphs of {world.size} processes need NCCL, and a GPU for each of them"
+            return f"CUDA graphs of {world.size} processes need NCCL, and a GPU for each of them"
         if not self.one_shape:
             return (
-                f"graphs of {world.size} processes need batches of one shape, as with batching "
-                "fixed and drop_last"
+                f"CUDA graphs of {world.size} processes need batches of one shape, as with "
+                "batching fixed and drop_last"
             )
         return None
 
@@ -140,7 +141,7 @@ def choose_kind(
             f"with {compute.world.size} processes steps are eager unless another kind is asked for"
         )
     elif not captures_graphs(compute.device) and wanted != "compiled":
-        obstacle = f"graphs are captured on CUDA, not on {compute.device.type}"
+        obstacle = f"CUDA graphs are captured on CUDA, not on {compute.device.type}"
     elif compute.world.size > 1:
         obstacle = (sharing or Sharing()).obstacle(wanted, compute.world)
     if obstacle is not None:

@@ -140,7 +140,11 @@ class CapturedStep(CompiledStep):
             self.fall_back(f"capturing failed: {problem}")
 
     def _before_step(self, clip_factor: Tensor) -> None:
-        """Measure gradient flow; while recording, call only the probe: `__call__` counts steps."""
+        """Measure gradient flow before the update, if this step is measured.
+
+        While a graph is recorded, only the flow's `Probe` is called, which measures: `__call__`
+        counts the steps that are replayed.
+        """
         if self._recording is None:
             super()._before_step(clip_factor)
         elif self._recording and self.flow is not None:
@@ -200,7 +204,7 @@ class _Recorder:
 
     def free(self) -> None:
         """Free all graphs, even those that a traceback refers to."""
-        with suppress(RuntimeError):  # of a device that has failed; its own error is reported
+        with suppress(RuntimeError):  # raised if the device has failed before
             torch.cuda.synchronize(self.device)  # a graph may still be running
             for graph in list(self.alive):
                 graph.reset()

@@ -165,7 +165,7 @@ def uncompiled() -> Iterator[None]:
 
 
 def joining_backend(module: GraphModule, inputs: Sequence[Any]) -> Any:
-    """Fuse a graph's norms, join its linear maps, compile it with inductor: a backend of torch.
+    """A backend of torch.compile: fuse norms and GELUs, join linear maps, compile with inductor.
 
     A GPU multiplies by one wide matrix faster than by three narrow ones, such as query, key and
     value. `fallback_random` makes torch's own kernels draw the dropout masks, as in an eager step,

@@ -147,11 +147,11 @@ class EagerStep:
 
     @contextmanager
     def gradients_now(self, parts: list[Batch], scored: int) -> Iterator[Gradient]:
-        """Compute gradients without taking a step; yield a function that returns a parameter's.
+        """Compute gradients without taking a step; yield a function from parameter to gradient.
 
-        They are computed from this batch with the current weights, before clipping. Graphs of
-        captured steps are not used, because their gradients lie in memory that other kernels
-        overwrite.
+        The gradients are computed from this batch with the current weights, and are not clipped.
+        Graphs of captured steps are not used, because their gradients lie in memory that other
+        kernels overwrite.
         """
         flow, self.flow = self.flow, None  # this is not a step to measure
         try:

@@ -141,6 +141,6 @@ def _check(
         )
     if prediction.shape[1] < 2 * max(chosen):
         raise BadInput(
-            f"envelope_loss: a window of {prediction.shape[1]} samples leaves fewer than two at "
-            f"scale {max(chosen)}; the largest that fits is {prediction.shape[1] // 2}"
+            f"envelope_loss: a window of {prediction.shape[1]} samples gives fewer than two means "
+            f"at scale {max(chosen)}; the largest scale that fits is {prediction.shape[1] // 2}"
         )

@@ -25,12 +25,12 @@ class _Norm:
     """A layer norm in a graph, with the sum before it if there is one."""
 
     node: Node
-    x: Node  # the residual stream, or the norm's input
+    x: Node  # the residual stream; without a sum, the norm's input
     weight: Node
     shift: Node | None
     eps: float
     total: Node | None = None  # the sum of the residual stream and a branch
-    branch: Node | None = None  # without its dropout
+    branch: Node | None = None  # the other term of the sum, before its dropout
     dropped: Node | None = None  # the branch after its dropout, if it has one
     dropout: float = 0.0
 
@@ -128,13 +128,20 @@ def _value(node: Node) -> Tensor:
 
 
 def _is_branch(node: Node) -> tuple[bool, bool]:
-    """Sort the branch of a sum after its residual stream: it ends in a dropout or a linear map."""
+    """Return a sort key that puts the branch of a sum after the residual stream.
+
+    The branch is the term that ends in a dropout or a linear map; if both terms do, or neither
+    does, it is the term that is not float32.
+    """
     inside, _ = _without_dropout(node)
     return inside is not node or node.target is F.linear, _value(node).dtype != torch.float32
 
 
 def _without_dropout(node: Node) -> tuple[Node, float]:
-    """Return the input of a dropout that only one node reads, and its probability."""
+    """Return the input of a dropout and its probability.
+
+    For another node, or a dropout that several nodes read, return the node itself and 0.
+    """
     if node.op != "call_function" or node.target is not F.dropout or len(node.users) > 1:
         return node, 0.0
     names = ("input", "p", "training", "inplace")
@@ -153,8 +160,8 @@ def _replace(graph: Graph, norm: _Norm) -> None:
     order = {other: number for number, other in enumerate(graph.nodes)}
     source = norm.x if norm.total is None else norm.total
     later = [user for user in source.users if order[user] > order[node]]
-    # `_can_move` has made sure that no sum is changed in place; an x without a sum may be, and its
-    # readers are then left as they are
+    # Without a sum, a later node may change x in place, and the later readers then keep reading x.
+    # With a sum, `_can_move` rules this out.
     if any(writes_in_place(user) for user in later):
         later = []
     products = [u for u in node.users if u.target is F.linear and u.args and u.args[0] is node]

@@ -24,7 +24,7 @@ from frostlab.training.batches.batch import IGNORED
 # the whole gradient of the head.
 CPU_CHUNK = 64 * 2**20
 GPU_CHUNK = 1 / 64  # as a fraction of the device's memory
-KEPT = "kept"  # attribute of a head, while a step keeps a bf16 copy of its weight
+KEPT = "kept"  # attribute of a head that holds a bf16 copy of its weight while a step uses it
 _ALIGNED = 64  # on a GPU, the columns of logits are padded to a multiple of this, for fast products
 
 
@@ -178,7 +178,11 @@ class TiedGradient:
 
     @contextmanager
     def embedding_of(self, model: nn.Module, weight: Tensor) -> Iterator[None]:
-        """Let the model's embedding with this weight, if any, use `gradient` in this context."""
+        """Make the model's embedding with this weight add its gradient to `gradient`.
+
+        The forward pass must run inside this context. Nothing changes if there is no such
+        embedding, or if its gradient is not a plain sum.
+        """
         found = (m for m in model.modules() if type(m) is nn.Embedding and m.weight is weight)
         embedding = next(found, None)
         if embedding is None or not _is_plain(embedding) or not torch.is_grad_enabled():
@@ -223,7 +227,9 @@ class _TiedEmbedding(torch.autograd.Function):
 
 
 def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """Add rows to the rows `ids` of a total; those of equal ids in a fixed order, even on a GPU.
+    """Add each row to the row of the total that its id names.
+
+    Rows with equal ids are added in a fixed order, even on a GPU.
 
     Torch's kernel for the gradient of an embedding sums the rows of each id, in a table with a row
     for each id that occurs. The rows of that table are then added to different rows of the total.

@@ -37,7 +37,8 @@ class Supervision:
 def language_stack(model: nn.Module, asked: str) -> Stack:
     """Return a language model's stack of layers, which the setting or feature `asked` needs.
 
-    A model that cannot be taken apart is refused.
+    Refuse classifiers, models whose head is not an `nn.Linear`, and models that frostlab cannot run
+    layer by layer.
     """
     stack = take_apart(model)
     if stack is None or stack.classifies or type(stack.head) is not nn.Linear:
@@ -50,7 +51,7 @@ def resolve_supervision(supervise: Supervise, model: nn.Module) -> Supervision |
 
     A layer's loss is left out if no weight at or below it is trainable now, unless
     `supervise.frozen` asks for it; the last layer's loss is never left out. By default the
-    remaining layers have equal weights that sum to 1; weights in the recipe are used unchanged.
+    remaining losses have equal weights that sum to 1; `supervise.weights` are used unchanged.
     """
     if supervise == Supervise():
         return None
@@ -66,13 +67,13 @@ def resolve_supervision(supervise: Supervise, model: nn.Module) -> Supervision |
     if not supervised:
         raise BadInput(
             f"supervise.layers {list(weights)} have no trainable weight at or below them: their "
-            f"losses would only train the head; add {count}, or set supervise.frozen to true"
+            f"losses would only train the head; add layer {count}, or set supervise.frozen to true"
         )
     top = max(supervised)
     if any(p.requires_grad for layer in stack.layers[top:] for p in layer.parameters()):
         raise BadInput(
             f"supervise.layers end at {top}, but layers above it learn and would get no gradient; "
-            f"add {count}, or freeze them"
+            f"add layer {count}, or freeze them"
         )
     layers = sorted(supervised)
     given = [supervised[number] for number in layers]

@@ -359,9 +359,10 @@ Piece = tuple[Tensor, Tensor | None]
 class _Copy:
     """A parameter of a module, and the bf16 tensors that hold its values.
 
-    Inside `Bf16Copies.in_place`, `leaf` takes the parameter's place and gets its gradient. It is
-    the copy itself, unless the values are rows of a fused weight or bias (`SplitProjection`). It is
-    None for frozen rows, and for a language model's head, whose loss takes weight and copy.
+    Inside `Bf16Copies.in_place`, `leaf` takes the parameter's place and gets its gradient. Usually
+    it is the copy itself. If the values are rows of a fused weight or bias (`SplitProjection`), it
+    only gets the gradient. It is None for frozen rows, and for a language model's head, whose loss
+    takes the weight and the copy.
     """
 
     module: nn.Module
