@@ -85,7 +85,7 @@ def test_finished_runs_are_compared_judged_and_verified(
     judged = in_this_process("judge", out)
     assert judged.stdout == done.stdout
     verified = in_this_process("verify", out)
-    assert verified.stdout == "1 checked; all files are as they were written\n"
+    assert verified.stdout == "runs and comparisons checked: 1; all files are unchanged\n"
     again = in_this_process("compare", f"{out}/plan.json")
     assert again.returncode == 2
     assert "there is nothing to carry out; judge them again with frostlab judge" in again.stderr

@@ -38,7 +38,7 @@ def test_a_group_is_compared_shown_judged_and_verified(
         assert in_this_process("show", name).stdout == summary
     assert Path(folder, "random", "report.html").is_file()
     verified = in_this_process("verify", "comparisons")
-    assert verified.stdout == "1 checked; all files are as they were written\n"
+    assert verified.stdout == "runs and comparisons checked: 1; all files are unchanged\n"
     member = in_this_process("show", "mine-as-published/random")
     assert "confounded by optim.lr 0.003 → 0.01" in member.stdout
     assert "caution: checkpoint selected on the reporting split" in member.stdout

@@ -55,7 +55,7 @@ def test_the_report_of_several_is_verified_too(folder: Path, in_this_process: Co
     done = in_this_process("report", str(folder.parent))
     assert (done.returncode, done.stdout) == (0, f"{folder.parent / 'report.html'}\n")
     verified = in_this_process("verify", str(folder.parent))
-    assert verified.stdout == "1 checked; all files are as they were written\n"
+    assert verified.stdout == "runs and comparisons checked: 1; all files are unchanged\n"
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from frostlab.comparison.load import make_plan
 from frostlab.comparison.measures.subjects import subject_tests
 from frostlab.comparison.run import judge_again
 from frostlab.flow.diagnosis import diagnose
-from frostlab.records.folder import RunRecord, read_scores
+from frostlab.records.folder import RunRecord
 from frostlab.records.manifest import write_manifest
 
 
@@ -185,7 +185,10 @@ def test_subjects_are_pairs(heard: fl.Comparison, split: str, people: int) -> No
     test, other = (found[split].subjects[arm] for arm in ("v2", "head"))
     z = {}
     for arm in ("v1", "v2"):
-        scores = [read_scores(heard.folder / "runs" / f"{arm}-s{s}")[split] for s in (0, 1)]
+        scores = [
+            RunRecord(heard.folder / "runs" / f"{arm}-s{s}").envelope_scores()[0][split]
+            for s in (0, 1)
+        ]
         of_seeds = [[np.arctanh(each.r) for each in one["model"].subjects] for one in scores]
         z[arm] = np.mean(of_seeds, axis=0)
     assert (test.n, test.seeds) == (people, 2)

@@ -25,7 +25,6 @@ from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.groups import Group, group_names, load_group
 from frostlab.recipe.load import load_recipe
 from frostlab.roles.read import anatomy
-from frostlab.roles.snapshot import Anatomy
 
 ROOT = Path(__file__).parents[2]
 GROUPS = [load_group(name) for name in group_names()]
@@ -169,8 +168,18 @@ def test_deep_supervision_counts_its_losses() -> None:
     assert steps == [FIRST._replace(losses=3), SECOND._replace(losses=4)]
 
 
+def test_steps_of_a_recipe_with_adapters_are_planned() -> None:
+    models: dict[str, nn.Module] = {}
+    plain, lora, again = (
+        next(planned_stages(load_recipe("gpt-02", {"treatment": treatment}), models)).step
+        for treatment in ("baseline", {"peft": {"method": "lora", "select": ["query"]}}, "baseline")
+    )
+    assert plain.trainable == plain.parameters == again.trainable
+    assert lora.trainable == lora.parameters - plain.parameters > 0
+
+
 def test_every_measured_step_serves_an_experiment() -> None:
-    models: dict[str, tuple[nn.Module, Anatomy]] = {}
+    models: dict[str, nn.Module] = {}
     planned = {
         stage.step
         for group in GROUPS

@@ -49,11 +49,12 @@ def test_the_second_half_of_the_steps_is_checked() -> None:
     check = check_norms([100.0] * 20 + [2.0] * 19 + [0.5])
     assert check is not None
     assert (check.steps, check.median, check.within, check.steady) == (20, 2.0, 0.95, True)
-    assert "median 2, 5 % to 95 % 2 to 2, within 1 to 10 in 95% of them: steady by" in check.line
+    assert "median 2, 5 % and 95 % quantiles 2 and 2, within 1 to 10 in 95% of" in check.line
+    assert "these steps: steady by the source's rule of thumb (at least 95%)" in check.line
     unsteady = check_norms([2.0] * 40 + [3.0] * 36 + [11.0, 12.0, 13.0, float("inf")])
     assert unsteady is not None
     assert (unsteady.steps, unsteady.within, unsteady.high) == (40, 0.9, 12.0)
-    assert "in 90% of them: not steady by the source's rule of thumb" in unsteady.line
+    assert "in 90% of these steps: not steady by the source's rule of thumb" in unsteady.line
     assert check_norms([]) is None
     assert json.dumps(EEGHints(check_norms([float("inf")]), ()).to_dict(), allow_nan=False)
 

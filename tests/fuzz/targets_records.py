@@ -23,6 +23,7 @@ from frostlab.envelopes.scores import (
     Spread,
     SubjectScore,
 )
+from frostlab.envelopes.scores_json import scores_file, scores_lines
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.flow.measurements import (
     QUANTITIES,
@@ -45,7 +46,7 @@ from frostlab.records.checkpoint import (
     save_checkpoint,
     save_frozen,
 )
-from frostlab.records.folder import RunRecord, read_scores, scores_file, scores_lines
+from frostlab.records.folder import RunRecord
 from frostlab.records.index import INDEX, list_runs
 from frostlab.records.listing import runs_table
 from frostlab.records.model_files import ModelInputs, read_inputs
@@ -256,8 +257,9 @@ def _scores() -> list[bytes]:
 def _check_scores(content: bytes, folder: Path) -> None:
     result = _json(scores_result(envelope_scores()))
     run = _run(folder, **{"scores.json": content, "result.json": result})
-    scores_lines(run)
-    read_scores(run)
+    record = RunRecord(run)
+    scores_lines(run, record.result.scores)
+    record.envelope_scores()
 
 
 # Checkpoints

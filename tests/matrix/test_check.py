@@ -102,7 +102,9 @@ def test_a_recipe_that_cannot_run_is_named_and_the_others_are_checked(tmp_path: 
     assert len(verdict.problems) == 1
     text = "\n".join(check_table(verdict, 100))
     assert "3 runs: 0:00:0" in text
-    assert re.search("the time is .* of steps, .* of evaluations, .* of reports, .* of check", text)
+    assert re.search(
+        "the time is .* of steps, .* of evaluations, .* of final evaluations, .* of check", text
+    )
     assert "cannot run: bad: " in text
     assert not (tmp_path / "x").exists()
 
@@ -137,3 +139,16 @@ def test_memory_is_estimated_without_data() -> None:
     assert small is not None
     assert large is not None
     assert 1e9 < small < large < 2 * small
+
+
+def test_the_estimate_leaves_out_what_frozen_weights_do_not_need() -> None:
+    trained, frozen, adapted = (
+        estimate_memory(load_recipe("gpt-02", {"treatment": treatment}))
+        for treatment in ("baseline", "oelm", {"peft": {"method": "lora", "select": ["query"]}})
+    )
+    assert trained is not None
+    assert frozen is not None
+    assert adapted is not None
+    # gradients and Adam's two moments: 12 bytes for each of 3,145,728 weights
+    assert trained - frozen == 12 * 3_145_728
+    assert adapted < frozen

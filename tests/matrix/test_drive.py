@@ -90,7 +90,7 @@ def test_a_killed_worker_costs_nothing_and_the_rest_goes_on(tmp_path: Path) -> N
     thread.join(200)
     (ends,) = ended
     assert ends.counts == {"finished": 3, "stopped": 1}, said
-    assert any("killed by SIGKILL; it is tried once more" in line for line in said)
+    assert any("killed by SIGKILL; the run is tried once more" in line for line in said)
     assert any(line.startswith("matrix.json was changed") for line in said)
     assert len(folder.plan().runs) == 4
     resumes = [line for line in (first / "events.jsonl").read_text().splitlines()

@@ -65,7 +65,7 @@ def test_a_crash_is_tried_once_more_and_costs_only_its_own_run(tmp_path: Path) -
         "a": "finished", "b": "crashed", "c": "finished", "d": "failed", "e": "diverged",
     }  # fmt: skip
     assert sorted(executor.started) == ["a", "a", "b", "b", "c", "d", "e"]
-    assert said == [f"{name}: words; it is tried once more" for name in "ab"]
+    assert said == [f"{name}: words; the run is tried once more" for name in "ab"]
     assert executor.killed is False
 
 
@@ -87,7 +87,7 @@ def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert executor.started == ["a", "a", "b"], "no other run begins in the meantime"
     assert not problems
     assert said == [
-        "a: words; the runs wait until it can be written",
+        "a: words; runs wait until the disk can be written",
         "the disk can be written again; the runs go on",
     ]
 

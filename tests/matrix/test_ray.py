@@ -176,7 +176,7 @@ def test_a_node_that_dies_has_its_runs_go_on_elsewhere(cluster: Any, tmp_path: P
     _, stderr = driver.communicate(timeout=280)
     assert driver.returncode == 0, stderr
     assert f"{victim}: " in stderr
-    assert "it goes on elsewhere" in stderr or "it is tried once more" in stderr
+    assert "the run goes on elsewhere" in stderr or "the run is tried once more" in stderr
     resumes = [
         json.loads(line) for line in (runs / victim / "events.jsonl").read_text().splitlines()
         if line.startswith('{"kind": "resume"')

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from eeg_made import RATE, people
 from frostlab.charts import still
 from frostlab.envelopes.scores import score_recordings
+from frostlab.envelopes.scores_json import scores_file
 from frostlab.errors import BadInput
 from frostlab.flow.measurements import parts_event, report_event
 from frostlab.pages.content import Cell, Document, Figure, Paragraph, Table
@@ -25,7 +26,6 @@ from frostlab.pages.one_run.run_figures import is_wide, thinned
 from frostlab.pages.one_run.run_report import document, sources
 from frostlab.pages.write import PAGE, is_current, report
 from frostlab.records.annotations import add_note, add_tag
-from frostlab.records.folder import scores_file
 from fuzz.targets_pages import small_flow
 from run_made import RESULT, SHAPE, START, evaluation_event, step_event, write_events
 from walking import complaints

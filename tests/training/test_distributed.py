@@ -19,7 +19,7 @@ from forked import Program, run_command
 from frostlab.flow.measurements import Flow, load_flow
 from frostlab.models.conformer import Conformer
 from frostlab.records.checkpoint import Checkpoint, checkpoints_in
-from frostlab.records.folder import RunRecord, read_scores
+from frostlab.records.folder import RunRecord
 from frostlab.records.schema import EvaluationEvent, ResumeEvent, StartEvent, StepEvent
 from frostlab.training.distributed import sync_batch_norms
 from frostlab.training.run import run
@@ -290,7 +290,7 @@ def test_two_processes_train_and_report_as_one(tmp_path: Path, free_port: int) -
     assert two.digests == one.digests
     assert two.result.order_digest == one.result.order_digest
     assert two.metrics == pytest.approx(one.metrics, rel=1e-2, abs=2e-3)
-    assert set(read_scores(two.folder)) == {"report", "unseen"}
+    assert set(two.envelope_scores()[0]) == {"report", "unseen"}
 
 
 @pytest.mark.slow

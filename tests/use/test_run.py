@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import frostlab as fl
 from frostlab.data.prepare import prepare
 from frostlab.data.tokenizers import load_trained
+from frostlab.records import SCHEMA
 from frostlab.records.checkpoint import checkpoints_in
 from frostlab.records.model_files import (
     ModelInputs,
@@ -45,6 +46,20 @@ def test_the_model_has_the_reported_weights(name: str, request: pytest.FixtureRe
     assert not any(module.training for module in model.modules())
     assert state_digest(model) == run.result.weights_digest
     assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize("file", ["result.json", "events.jsonl"])
+def test_a_run_of_another_schema_is_refused(language: fl.Run, tmp_path: Path, file: str) -> None:
+    """Its weights are not used either, and its result does not count as missing."""
+    run = copy_of(language, tmp_path)
+    path = run.folder / file
+    first, rest, end = path.read_text().partition('"schema": ')
+    path.write_text(f"{first}{rest}1{end.removeprefix(str(SCHEMA))}")
+    said = f"{file}.*: its records have schema 1, and this frostlab reads {SCHEMA}"
+    with pytest.raises(fl.BadInput, match=said):
+        run.model()
+    with pytest.raises(fl.BadInput, match=said):
+        run.evaluate()
 
 
 def test_a_model_is_loaded_with_another_default_dtype(language: fl.Run) -> None:

@@ -1,6 +1,6 @@
-"""`frostlab compare` and `judge`: compare arms (variants of a recipe), trained here or before.
+"""`frostlab compare` and `judge`: train and compare arms (variants of a recipe), or compare runs.
 
-A group of experiments is several comparisons, which are carried out one after another.
+A group has several comparisons, which are carried out one after another.
 """
 
 import json
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from frostlab.recipe.recipe import Recipe
 
 _WITH_RUNS = ("sources", "runs", "metric", "allow", "out", "as_json")  # allowed with --runs
-_FOR_GROUPS = ("as_published", "only")  # options that only a group has
-_WITH_GROUPS = (  # options that apply to every comparison of a group
+_FOR_GROUPS = ("as_published", "only")  # allowed only with a group
+_WITH_GROUPS = (  # allowed with a group
     "sources", *_FOR_GROUPS, "seeds", "rounds", "settings", "quick", "jobs", "devices",
     "per_device", "ray", "slurm", "data_dir", "out", "device", "scale", "stand_in", "as_json",
 )  # fmt: skip
@@ -52,9 +52,9 @@ def compare(
         typer.Argument(
             metavar="COMPARISON",
             help="Name or YAML file of a comparison, group or recipe, or the plan.json of a "
-            "comparison to carry out again. With the flag --runs, these are finished runs instead: "
-            "one argument for each arm, which is a run, a folder of runs, or a pattern in quotes, "
-            "e.g. 'runs/a-*'; the first is the baseline.",
+            "comparison to carry out again. With the flag --runs, give finished runs instead, with "
+            "one argument for each arm: a run, a folder of runs, or a pattern in quotes, e.g. "
+            "'runs/a-*'; the first arm is the baseline.",
         ),
     ],
     runs: Annotated[
@@ -103,7 +103,8 @@ def compare(
         typer.Option(
             metavar="SETTING",
             help="Tune lr or decay (weight decay) for each arm: train with 1/3, 1 and 3 times the "
-            "recipe's value, each with every seed, and choose on the tune (validation) split.",
+            "recipe's value, each with every seed, and choose the best value by the scores on the "
+            "tune (validation) split.",
         ),
     ] = None,
     rounds: Annotated[
@@ -178,7 +179,7 @@ def compare(
     whether it is better or worse than the baseline arm. It is confounded if the arms also
     differ in a setting that is not compared: this setting could be the cause.
 
-    A group is several comparisons, which are carried out one after another. To continue
+    A group has several comparisons, which are carried out one after another. To continue
     an interrupted comparison or group, run the same command again.
     """
     if runs:
@@ -273,14 +274,14 @@ def _runner_of(
 
 
 def stand_ins_from(data_dir: Path | None) -> "Callable[[Recipe], Recipe]":
-    """Return a function that replaces the missing parts of a recipe by stand-ins."""
+    """Return a function that replaces missing data, tokenizers and weights by stand-ins."""
     from frostlab.models.stand_in import with_stand_ins  # imports torch, unlike a plan
 
     return partial(with_stand_ins, data_dir=data_dir)
 
 
 def _refuse_options(context: typer.Context, allowed: tuple[str, ...], reason: str) -> None:
-    """Refuse options that are not allowed; values of environment variables are ignored."""
+    """Refuse options that are not allowed on the command line; the environment may set them."""
     for parameter in context.command.params:
         if parameter.name not in allowed and _is_given(context, str(parameter.name)):
             raise BadInput(f"{reason}, so {parameter.opts[0]} has no meaning with it")

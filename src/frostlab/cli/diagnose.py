@@ -82,11 +82,12 @@ def diagnose(
 
     A recipe is trained first, for --epochs or --steps. If the recipe has stages (phases
     that train different weights), they share these epochs or steps. The result is then
-    compared with targets: the value of the metric that the recipe sets as
-    evaluate.target and, for EEG, three targets of a published study: the correlation on
-    the tune split, the gradient of the first layers relative to the head's, and the change
-    of the first layers' weights. For EEG, diagnose also shows how steady the norm of the
-    whole model's gradient was, and the study's advice if something is wrong.
+    compared with targets, if there are any. The target of the metric on the tune split is
+    the recipe's evaluate.target or, for EEG by default, a correlation of 0.3. For EEG, a
+    published study has two more targets: one for the gradient of the first layers relative
+    to the head's, and one for the change of the first layers' weights. For EEG, diagnose
+    also shows how steady the norm of the whole model's gradient was, and the study's advice
+    if something is wrong.
 
     The exit code is 1 if the run diverged, if a frozen part changed, if a recipe missed
     a target, or if a part that is not frozen explodes, does not learn, or changes
@@ -170,7 +171,7 @@ def _shortened(
     duration = short_run_settings(full_recipe, steps=steps, epochs=epochs)
     recipe = load_recipe(source, duration | changes, seed)
     if recipe.watch is None:
-        raise BadInput("--set watch=null: a diagnosis needs the measurements; leave it out")
+        raise BadInput("--set watch=null: leave this out, because a diagnosis needs measurements")
     return recipe, f"diagnose-{recipe_name(source)}"
 
 
@@ -244,9 +245,9 @@ def _show(
 
 
 def _show_flows(diagnosis: "Diagnosis", width: int | None) -> None:
-    """Print the findings and, for every stage, a table and, if there are measurements, a map.
+    """Print the findings and, for every stage, a table and, if there are measurements, a heat map.
 
-    The map is also written as pages, whose paths are printed.
+    The heat map is also written as flow.html and flow.png, whose paths are printed.
     """
     from frostlab.flow.show import flow_map_text, flow_page
 

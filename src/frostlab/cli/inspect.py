@@ -65,9 +65,9 @@ def inspect(
     parameter, the rows of one of them. No weights and no data are read. For a model on the
     Hugging Face hub, only its config is downloaded and, with --trust-remote-code, its code.
 
-    Tables describe the parts of common architectures. For any other model, a small forward
-    pass shows which weights each attention head uses, and a test checks the result. The line
-    `how` of the output says how the parts were found.
+    frostlab has tables of the parts of common architectures. For any other model, a small
+    forward pass shows which weights each attention head uses, and a test checks the result.
+    The line `how` of the output says how the parts were found.
     """
     selections = [text for text in freeze.split(",") if text.strip()]
     if freeze and not selections:
@@ -106,7 +106,7 @@ def inspect(
 
 
 def _model_anatomy(name: str, recipes: list[str]) -> tuple["Anatomy", str]:
-    """Return a model's parts and its source; for an unknown name, suggest a similar recipe."""
+    """Return a model's parts and the source of its config; suggest a recipe for an unknown name."""
     from frostlab.models.build import blueprint
     from frostlab.roles.read import anatomy
 
@@ -129,19 +129,16 @@ def _written_anatomy(name: str) -> tuple["Anatomy", str]:
 
 
 def _recipe_anatomy(name: str, settings: list[str]) -> tuple["Anatomy", str, int]:
-    """Return the parts of a recipe's treated model, its source, and the length of examples."""
+    """Return the parts of a recipe's model, a description of it, and the length of the examples.
+
+    The adapters of the recipe are added, and the parts that it freezes are marked as frozen.
+    """
     from frostlab.models.build import recipe_blueprint
     from frostlab.recipe.load import load_recipe
-    from frostlab.roles.read import anatomy
+    from frostlab.training.treatment import treated_parts
 
     recipe = load_recipe(name, settings_from(settings))
     model, source = recipe_blueprint(recipe)
-    if recipe.surgery.peft is not None:
-        from frostlab.surgery.adapters import adapt
-
-        adapt(model, recipe.surgery.peft, recipe.seed)
-    parts = anatomy(model)
     if recipe.surgery.frozen:
-        parts = parts.with_frozen(*recipe.surgery.frozen)
         source += f"; treatment {recipe.treatment_name}"
-    return parts, source, recipe.data.length
+    return treated_parts(model, recipe), source, recipe.data.length

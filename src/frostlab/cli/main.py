@@ -127,7 +127,7 @@ app.add_typer(_data, name="data", help="Check or fetch the data sets and models 
 
 
 def main() -> None:
-    """Run a command; print a `FrostlabError` on one line, and exit with 2 for bad input, else 1."""
+    """Run a command; print a `FrostlabError` on one line, and exit with 2 (bad input) or 1."""
     _quiet_libraries()
     _print_anything()
     try:
@@ -177,7 +177,7 @@ def _leave(code: int) -> NoReturn:
     system does both when the process has ended.
     """
     distributed = False
-    with suppress(BadInput):  # an invalid variable was the error
+    with suppress(BadInput):  # the command failed because of an invalid environment variable
         distributed = world_size() > 1
     torch = sys.modules.get("torch")
     if distributed or (torch is not None and torch.cuda.is_initialized()):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from frostlab.matrix.store import MatrixFolder, MatrixPlan
     from frostlab.recipe.recipe import Recipe
 
-_START_SECONDS = 60.0  # longest wait for the driver to begin; it may still begin later
+_START_SECONDS = 60.0  # longest wait for the driver (the process in the background) to begin
 
 
 def matrix(
@@ -191,7 +191,7 @@ def _add(plan: "MatrixPlan", folder: "MatrixFolder") -> None:
 def _drive(
     plan: "MatrixPlan", folder: "MatrixFolder", places: "Places", notify: str | None
 ) -> None:
-    """Work through the queue in this process."""
+    """Start all runs that are left, and wait until they end."""
     from frostlab.matrix.drive import drive
     from frostlab.training.progress import choose_screen
 

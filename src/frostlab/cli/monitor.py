@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from frostlab.cli.options import AsJson, RunName, RunsFolder, echo
+from frostlab.cli.options import AsJson, RunsFolder, complete_run, echo
 from frostlab.errors import BadInput, nearest
 from frostlab.text import escaped, printable
 
@@ -35,7 +35,7 @@ def status(
     ] = False,
     markdown: Annotated[
         bool,
-        typer.Option("--markdown", help="Print an overview as a Markdown table."),
+        typer.Option("--markdown", help="Print a Markdown table with one row for each experiment."),
     ] = False,
     everything: Annotated[
         bool, typer.Option("--all", help=f"Show all runs, even if they are more than {_MOST_ROWS}.")
@@ -83,7 +83,7 @@ def status(
 def _console() -> "Console":
     from rich.console import Console
 
-    # A pipe gets lines of up to 200 characters, a terminal those that fit.
+    # In a terminal, lines are as long as it is wide; in a pipe, up to 200 characters.
     return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
@@ -131,7 +131,14 @@ def stop(
 
 
 def logs(
-    run: RunName,
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="Name of a run, or the beginning of its name.",
+            autocompletion=complete_run,
+        ),
+    ],
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Keep printing until the run ends.")
     ] = False,

@@ -83,7 +83,7 @@ def _needs(names: list[str], settings: list[str] | None, data_dir: Path | None) 
 
 
 def _recipes(name: str, settings: dict[str, Any]) -> "dict[str, Recipe]":
-    """Return the recipes of a group, a recipe, or a recipe made for a data set; keys are names."""
+    """Return name → recipe: all recipes of a group, one recipe, or a recipe made for a data set."""
     from frostlab.data.sources import PUBLIC_SETS
     from frostlab.experiments.plans import is_group_source
     from frostlab.recipe.groups import group_names, load_group

@@ -239,7 +239,7 @@ def _show_comparison(folder: Path, width: int | None, as_json: bool) -> None:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Return name → size of a comparison's files, and → number of runs or files of its folders."""
+    """Map each file of a comparison to its size, each folder to its number of runs or files."""
     files = {}
     for path in sorted(folder.iterdir()):
         if path.is_dir():
@@ -313,7 +313,8 @@ def note(
 ) -> None:
     """Add a note to a run or a comparison.
 
-    `frostlab show` lists all its notes; `frostlab runs` lists only the last note of each run.
+    `frostlab show` lists all notes of a run or a comparison; `frostlab runs` lists only the
+    last note of each run.
     """
     from frostlab.records.annotations import add_note
 
@@ -427,6 +428,6 @@ def verify(
     elif problems:
         echo("\n".join(plain(str(problem)) for problem in problems))
     else:
-        echo(f"{count} checked; all files are as they were written")
+        echo(f"runs and comparisons checked: {count}; all files are unchanged")
     if problems:
         raise typer.Exit(1)

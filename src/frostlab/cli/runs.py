@@ -99,7 +99,7 @@ def recipes(
 
 
 def _show_details(name: str | None, as_json: bool) -> None:
-    """Print the catalogue of a group's experiments, or of all."""
+    """Print the sizes and costs of a group's experiments or, without a name, of all."""
     from frostlab.recipe.groups import group_names, load_group
 
     groups = [load_group(group) for group in (group_names() if name is None else [name])]

@@ -170,7 +170,7 @@ def predict(
 
 
 def _show_caution(run: "Run") -> None:
-    """Warn, on stderr, about a scaled run or one with stand-ins."""
+    """Warn, on stderr, if the run was made smaller by its `scale`, or used stand-ins."""
     if run.recipe.caution is not None:
         echo(plain(f"caution: {run.folder.name}: {run.recipe.caution}"), err=True)
 

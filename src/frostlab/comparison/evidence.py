@@ -1,8 +1,7 @@
-"""The schema of evidence.json, the file from which pages, reports and tables are made.
+"""The schema of evidence.json, from which comparison.md (the page), reports and tables are made.
 
-A comparison has several arms, which are variants of one recipe, with the same seeds. Runs of two
-arms (one is usually the baseline) are paired if they have the same seed and differ only as the plan
-allows.
+Arms are variants of one recipe, trained with the same seeds. Runs of two arms (usually one is the
+baseline) are paired if they have the same seed and differ only as the plan allows.
 
 `read_evidence` turns the file into these dataclasses, and raises a one-line error with the name of
 the key if the file does not match them. A number that is not finite is null in the file and None
@@ -30,7 +29,8 @@ SCHEMA = 6  # version of evidence.json
 CONVERGED = ("steps", "epochs", "seconds")  # what a run spent until it reached a target
 # Gradient flow in the first two layers of the model (measures/gradients.py).
 QUANTITIES = ("front_ratio", "weight_change", "update")
-# EEG segments of 60 s: mean and std of r over training (seen) and other subjects; challenge score
+# On EEG segments of 60 s: r, the correlation of decoded and true envelope, as mean and std over
+# subjects (seen: trained on; unseen: not trained on), and the Auditory EEG Challenge's score.
 SEGMENTS = ("seen", "seen_std", "unseen", "unseen_std", "score")
 _MOST_VALUES = 10**7  # numbers and texts in evidence.json
 Schema = TypeVar("Schema")
@@ -95,9 +95,9 @@ class ArmVerdict:
     anytime: tuple[float | None, float | None] | None  # interval valid for any number of analyses
     improvement: float | None  # how often a run of the arm beats a run of `baseline`
     population: Effect | None  # effect for other test examples; only for accuracy
-    skewed: float | None  # skewness of this arm's differences or, on average, of all arms'; if high
+    skewed: float | None  # skewness of the differences, if it is high enough for a warning
     missing: dict[str, int]  # arm → how many of its paired runs have no finite value
-    together: tuple[str, ...]  # factors that differ together, if several (`Plan.together`)
+    together: tuple[str, ...]  # compared factors that differ, if several (`Plan.together`)
     notes: tuple[str, ...]  # remarks, such as why a run has no value
 
     @property
@@ -151,8 +151,8 @@ class StageSummary:
     """One stage of a run."""
 
     name: str
-    metric: str  # the metric that selects the best weights
-    best: float | None  # best value on the split that selects weights: tune, else report
+    metric: str  # the metric that selects the checkpoint
+    best: float | None  # best value on the split that selects it: tune or, without tune, report
     epoch: float | None  # epoch of the best value
     seconds: float
     trainable: int  # number of trainable parameters
@@ -176,9 +176,9 @@ class RunSummary:
     status: str  # finished, stopped, failed, diverged, or unfinished (no result yet)
     error: str | None
     attempts: int  # 1 + earlier attempts that failed or were stopped
-    metrics: dict[str, float | None]  # reported metrics; empty for a run that did not finish
-    best: float | None  # best value of the metric that selects weights, on tune, else on report
-    final_loss: float | None  # on the same split, at the last evaluation
+    metrics: dict[str, float | None]  # on the report split; empty if the run did not finish
+    best: float | None  # best value of the last stage, as in `StageSummary`
+    final_loss: float | None  # at the last evaluation on the split that selects the checkpoint
     steps: int
     epochs: float  # over all stages; below 1 for a run shorter than an epoch
     stages: tuple[StageSummary, ...]
@@ -191,7 +191,7 @@ class RunSummary:
     step_ms: float | None  # mean time of a step after warm-up
     gpu_utilisation: float | None  # mean percentage during the run; None without a GPU
     clipped_steps: int | None  # steps whose gradient was clipped; None without clipping
-    weights_digest: str | None  # of the reported weights, which are the best
+    weights_digest: str | None  # of the weights that `metrics` are about: the best checkpoint's
     recipe_digest: str
     caution: str | None  # a warning to show with every number: small scale, stand-ins, odd data
 
@@ -208,8 +208,8 @@ class ArmEvidence:
     does: str  # what the arm's treatment does to the model, in one line
     runs: tuple[RunSummary, ...]  # one per seed; with `compare --runs`, some may be missing
     metrics: dict[str, Summary]  # metric → summary of the finished runs that can be paired
-    parameters: Parameters | None  # of the first of these runs; None without runs
-    seconds: Summary | None  # total time of these runs; None without runs
+    parameters: Parameters | None  # of the first of those runs; None without such a run
+    seconds: Summary | None  # total time of those runs; None without such a run
 
     @property
     def finished(self) -> list[RunSummary]:
@@ -248,13 +248,13 @@ class VariedFact:
 
 @dataclass(frozen=True)
 class ComparedOrder:
-    """Two runs of one seed whose examples were compared for some of their common steps only."""
+    """Two runs of one seed whose order of examples could be compared for some steps only."""
 
     arm: str
     against: str  # the other arm
     seed: int
     steps: int  # steps that both runs took
-    compared: int  # the examples were compared up to this step
+    compared: int  # the order was compared up to this step
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class SubjectTest:
     n: int  # subjects
     seeds: int  # number of seeds over which each subject's z is averaged
     better: int  # subjects that the arm decodes better than the baseline
-    r: float | None  # difference of the mean r, which is averaged as z
+    r: float | None  # difference of the mean r, which is the mean z turned back into an r
     z: Effect  # difference of the mean z
     p: float | None  # p of the paired t test on z
     p_signed: float | None  # p of Wilcoxon's signed-rank test on r
@@ -291,7 +291,7 @@ class SplitTests:
     """The tests on one split of the EEG recordings."""
 
     subjects: dict[str, SubjectTest]  # arm → its test against the baseline
-    ridge: dict[str, Effect]  # arm → mean r minus the ridge decoder's, paired by seed
+    ridge: dict[str, Effect]  # arm → mean r minus ridge's (a linear decoder), paired by seed
 
 
 @dataclass(frozen=True)
@@ -312,14 +312,14 @@ class ArmConvergence:
     """
 
     runs: int  # runs that finished or diverged
-    reached: int  # runs of these that finished and reached the target
+    reached: int  # those of them that finished and reached the target
     spent: dict[str, Summary]  # over the runs that reached the target; empty if none did
     ratios: dict[str, Effect]  # to the baseline; empty without pairs, and for the baseline
 
 
 @dataclass(frozen=True)
 class Convergence:
-    """How soon each arm reached a target on the split that selects the weights."""
+    """How soon each arm reached a target on the split that selects the checkpoint."""
 
     metric: str
     target: float
@@ -336,7 +336,7 @@ class TuningPoint:
     mean: float | None  # mean score over the seeds; None if a run has no finite score
     low: float | None  # ends of the mean's 95 % interval
     high: float | None
-    scores: tuple[float | None, ...]  # per seed: best value on the split that selects the weights
+    scores: tuple[float | None, ...]  # per seed: best value on the split that selects checkpoints
     results: tuple[float | None, ...]  # per seed: the reported value of the metric
     chosen: int  # number of seeds for which this value was chosen (see tuning.py)
 
@@ -349,7 +349,7 @@ class TunedSetting:
     values: tuple[float, ...]  # the grid
     extended: bool  # whether the grid was extended at an end
     best: dict[str, float]  # arm → the value with the best mean over all seeds
-    on_edge: dict[str, bool]  # arm → whether `best` is at an end of the grid that could be extended
+    on_edge: dict[str, bool]  # arm → `best` is at an end of the grid, with valid values beyond
     curves: dict[str, tuple[TuningPoint, ...]]  # arm → a point for each value
 
 
@@ -363,7 +363,7 @@ class TimedArm:
     low: float | None  # ends of the ratio's interval; all arms' intervals hold at once
     high: float | None
     ceiling: float | None  # lowest ratio that the saved FLOPs allow; None if unknown
-    limits: dict[str, Any] | None  # the arm's FLOPs and bytes; keys that end in `_all`: baseline
+    limits: dict[str, Any] | None  # FLOPs and bytes; keys that end in `_all` are the baseline's
     flag: str | None  # likely reason for a gain that is larger than the saved FLOPs allow
     word: Word | None  # verdict on the time; None for the baseline
     sentence: str | None  # the word and its numbers in a sentence
@@ -391,7 +391,7 @@ class StepTiming:
     rounds: int  # in each round, every arm takes one block of steps
     seconds: float  # duration of the rounds and of building the arms again
     stopped_by: str  # `width` (every interval was narrow enough) or `time` (limit reached)
-    width: float  # target width of every 95 % interval over the builds, relative to the ratio
+    width: float  # wanted width of the ratios' 95 % intervals, as a share of the ratio
     device: str
     drift: dict[str, float | None]  # change of the baseline's time (`timing.interleave.Drift`)
     watched: dict[str, Any]  # load by other processes (`records.telemetry.Watched`)
@@ -472,7 +472,7 @@ class EarlierLook:
     folder: str
     metric: str
     seeds: int  # number of seeds
-    spent: float  # the part of alpha that it spent
+    spent: float  # the part of alpha that it spent (`plan.alpha_spent`)
 
 
 @dataclass(frozen=True)
@@ -480,7 +480,7 @@ class Evidence:
     """Everything a comparison measured and decided."""
 
     schema: int
-    plan: Plan  # with the seeds of all calls so far; with shortened runs if it is quick
+    plan: Plan  # with the seeds of all `compare` calls so far; if quick, with shortened runs
     made: Made
     baseline: str  # name of the arm
     look: int  # number of this analysis of results for the same question, from 1 (`looks.py`)
@@ -504,9 +504,9 @@ class Evidence:
     assay: Assay | None  # None unless the plan has `assay`
     repeat: Repeat | None  # None if the comparison is quick or trains nothing
     mcnemar: dict[str, tuple[PredictionTest, ...]]  # arm → tests; for information only
-    subjects: dict[str, SplitTests]  # split → tests; empty without recordings
+    subjects: dict[str, SplitTests]  # split → tests; empty without EEG
     segments: dict[str, dict[str, Quantity]]  # arm → key in `SEGMENTS` → value; empty without EEG
-    flow: dict[str, dict[str, Quantity]]  # arm → key in `QUANTITIES` → value; none without `watch`
+    flow: dict[str, dict[str, Quantity]]  # arm → key in `QUANTITIES` → value; empty without `watch`
     convergence: Convergence | None  # None if no finished run of the baseline has a value
     timing: StepTiming | None  # None if steps were not timed
     rounds: dict[str, RoundTimes]  # arm → times; empty without rounds

@@ -1,8 +1,8 @@
 """Gathering of a comparison's evidence: read its runs, pair them by seed, and judge every arm.
 
-An arm is a variant of the recipe, with one run per seed (and tuned setting). A run of an arm is
-paired with the baseline's run of the same seed, unless the two runs differ in more than the plan
-allows.
+An arm is a variant of the recipe, with one run per seed or, if settings are tuned, per seed and
+combination of their values. A run of an arm is paired with the baseline's run of the same seed,
+unless the two runs differ in more than the plan allows.
 """
 
 import math
@@ -50,7 +50,7 @@ Records = Mapping[tuple[str, int], RunRecord]  # (arm, seed) or (arm, round) →
 
 @dataclass(frozen=True)
 class AssayRuns:
-    """Runs of the baseline, cut short on purpose: a planted harm that must be found."""
+    """Runs of the baseline with fewer steps: a planted harm, which must be judged worse."""
 
     records: dict[int, RunRecord]  # seed → run
     steps: int  # of each run
@@ -74,8 +74,8 @@ def gather(
 
     Args:
         folder: the comparison's folder, to which the paths of runs become relative.
-        trials: the runs of every arm, seed and tuned setting.
-        rounds: the whole runs that were only timed, by arm and round.
+        trials: the runs of every arm, seed and combination of tuned values.
+        rounds: extra whole runs, trained only to time them, by arm and round.
         repeat: a second run of the baseline with the first seed, if there is one.
         assay: the runs of the baseline with a planted harm, if there are any.
         looks: the current look at the results, and the looks before it.
@@ -148,7 +148,7 @@ def results_of(plan: Plan, trials: Trials) -> dict[str, float | str | None]:
 
 
 def _partly_compared(runs: Runs) -> Iterable[ComparedOrder]:
-    """Yield the pairs of runs whose examples were compared for only some of their steps."""
+    """Yield the pairs of runs whose order of examples could be compared for some steps only."""
     plan = runs.plan
     pairs = {arm.name: plan.baseline.name for arm in plan.others}.items()
     asked = ((contrast.arm, contrast.against) for contrast in plan.contrasts)
@@ -239,9 +239,9 @@ class Judged:
         arms = {own.name: own for own in plan.arms}
         differing = plan.confounds_between(arms[against], arms[arm])
         unproven = self.runs.unproven.get(arm) or self.runs.unproven.get(against)
-        # `_judge` leaves a run that cannot be paired with the baseline's out of a statement about
-        # values against the baseline. Any other statement becomes unproven if two of its runs
-        # cannot be paired.
+        # In a statement about values against the baseline, `_judge` leaves out the runs that cannot
+        # be paired with the baseline's. Any other statement becomes unproven if the two arms' runs
+        # of some seed cannot be paired.
         is_baseline = against == plan.baseline.name
         if unproven is None and (of == "gain" or not is_baseline):
             unproven = self.runs.why_unpaired(arm, against)
@@ -253,7 +253,7 @@ class Judged:
             together=plan.together(arms[against], arms[arm]),
             unproven=unproven,
             identical=_identical(self.runs, arm, against),
-            about="these test examples" if of_value else "the split that selects weights",
+            about="these test examples" if of_value else "the split that selects the checkpoint",
             at_chance=of_value and all(_at_chance(self.runs, name) for name in (arm, against)),
             population=_population(self.runs, arm, against, self.rules.level / self.size)
             if of_value
@@ -329,7 +329,7 @@ def _population(runs: Runs, arm: str, against: str, alpha: float) -> Paired | No
 
 
 def _effects(runs: Runs, metric: str, rules: Rules) -> dict[str, Effect | None]:
-    """Return the effect of every arm on a secondary metric, with simultaneous intervals."""
+    """Return the effect of every arm on a secondary metric; the intervals hold all at once."""
     plan = runs.plan
     own_rules = rules.model_copy(update={"metric": metric, **scale_of(metric), "margin": None})
     left_out: dict[str, list[int]] = {}
@@ -352,7 +352,7 @@ def _effects(runs: Runs, metric: str, rules: Rules) -> dict[str, Effect | None]:
 
 
 def _assay(runs: Runs, assay: AssayRuns, verdicts: Judged) -> Assay:
-    """Judge the baseline with a planted harm against the baseline, as strictly as any arm."""
+    """Judge the baseline's shortened runs against its whole runs, by the same rules as an arm."""
     metric, baseline = verdicts.rules.metric, runs.plan.baseline.name
     values, missing = {}, {}
     for seed, record in assay.records.items():

@@ -1,9 +1,9 @@
 """Loading of a comparison's plan from a recipe, a YAML file, a dict or runs, with all checks.
 
 A comparison has the keys of a `Plan`, except `name`, `quick` and `runs`, in a shorter notation:
-`seeds: 6` and `arms: baseline,oelm` replace lists, the rules are keys at the top level, and `set`
-changes the recipe. The plan of runs that have ended follows from their recipes: each group of runs
-is an arm, named after its differences from the others.
+`seeds: 6` and `arms: baseline,oelm` replace lists, a rule such as `alpha: 0.05` is not nested in
+`rules`, and `set` changes the recipe. To compare runs that have ended, the plan is made from their
+recipes: each group of runs is an arm, named after its differences from the others.
 """
 
 import glob
@@ -50,10 +50,10 @@ Source = str | Path | dict[str, Any] | Recipe
 _RULES = ("metric", "alpha", "minimum_effect", "margin", "looks")
 _SET_HERE = ("name", "rules", "quick", "runs")  # keys of a plan that its file may not set
 KEYS = ("set", *_RULES, *(key for key in Plan.model_fields if key not in _SET_HERE))
-_INSTEAD = {"treatment": "arms", "seed": "seeds"}  # setting that cannot be set → key to set
+_INSTEAD = {"treatment": "arms", "seed": "seeds"}  # key that `set` refuses → key to use
 _TUNABLE = {"lr": "optim.lr", "decay": "optim.decay"}  # short name → setting with a default grid
 _GRID = (1 / 3, 1.0, 3.0)  # default grid, in multiples of the recipe's value
-_LEFT_OUT = {"about", "seed", "treatment"}  # recipe keys that are not settings of an arm
+_LEFT_OUT = {"about", "seed", "treatment"}  # recipe keys that are not compared as settings
 _ENDINGS = (".yaml", ".yml")  # endings of recipe and comparison files
 _LONG_PATH = 300  # most characters of a path in an error message
 _QUICK_SEEDS, _QUICK_TIMING = 3, {"seconds": 20.0}  # defaults of a quick comparison
@@ -73,8 +73,8 @@ def make_plan(
         source: a comparison, or a recipe if `changes` gives the arms: a shipped name, a YAML file,
             a dict or a `Recipe`.
         changes: keys of a comparison that override the source's keys.
-        settings: recipe settings for every arm by dotted key, such as `{"optim.lr": 1e-4}`. A
-            scale, such as `{"scale": "tiny"}`, also shrinks the settings that an arm has itself.
+        settings: recipe settings for every arm by dotted key, such as `{"optim.lr": 1e-4}`.
+            With `{"scale": "tiny"}`, values that an arm sets itself become smaller, too.
         quick: plan short runs, and by default fewer seeds and shorter step timing.
         stand_in: a function that replaces missing data or weights, for example by built-in data.
     """
@@ -90,7 +90,7 @@ def make_plan(
     changed = {**(values.get("set") or {}), **(settings or {})}
     for key in ("treatment", "seed"):
         if any(str(name).partition(".")[0] == key for name in changed):
-            raise BadInput(f"{label}: set {key}: the runs differ in it; use {_INSTEAD[key]}")
+            raise BadInput(f"{label}: {key} cannot be set for all runs; use {_INSTEAD[key]}")
     scale = changed.pop("scale", None)
     recipe, name = _recipe(values.get("recipe"), changed, label)
     rules = _rules(values, recipe)
@@ -134,7 +134,7 @@ def is_stored_plan(source: Source, changes: Mapping[str, Any], quick: bool) -> b
         return False
     if changes or quick:
         changed = ", ".join([*map(shown_key, changes), *(["quick"] if quick else [])])
-        raise BadInput(f"{source} is carried out as it is; it cannot be changed ({changed})")
+        raise BadInput(f"{source} is a plan, which cannot be changed; leave out: {changed}")
     return True
 
 
@@ -302,7 +302,7 @@ def plan_of_runs(groups: Sequence[RunsOf], changes: Mapping[str, Any] | None = N
     Args:
         groups: for each arm a run's folder, a folder of runs, a pattern such as `runs/a-*`, or a
             list of these.
-        changes: the rules of the comparison, and `allow_confounds`.
+        changes: values of the rules (`metric`, `alpha`, …), and `allow_confounds`.
     """
     changes = changes or {}
     if len(groups) < 2:
@@ -320,7 +320,7 @@ def plan_of_runs(groups: Sequence[RunsOf], changes: Mapping[str, Any] | None = N
         for arm in others:
             if arm.first.recipe.metric != first.metric:
                 raise BadInput(
-                    f"the weights of {baseline.label} were selected by {first.metric}, and those "
+                    f"checkpoints of {baseline.label} were selected by {first.metric}, and those "
                     f"of {arm.label} by {arm.first.recipe.metric}; choose a metric with --metric"
                 )
     rules = _rules(dict(changes), first)
@@ -391,7 +391,7 @@ class _ChosenRuns:
                 )
         if not any(map(_has_ended, records)):
             listed = ", ".join(run.folder.name for run in records[:5])
-            raise BadInput(f"{label}: no run has ended; finish one with --resume: {listed}")
+            raise BadInput(f"{label}: no run has ended; frostlab run --resume finishes {listed}")
         return cls(label, dict(sorted(runs.items())))
 
     @property
@@ -515,8 +515,8 @@ def _check_pairable(baseline: _ChosenRuns, arm: _ChosenRuns) -> None:
             f"{baseline.label} and {arm.label} were trained on different data (digests {digests})"
         )
     if not baseline.runs.keys() & arm.runs.keys():
-        seeds = " and ".join(", ".join(map(str, either.runs)) for either in (baseline, arm))
-        raise BadInput(f"{baseline.label} and {arm.label} have no seed in common ({seeds})")
+        a, b = (", ".join(map(str, either.runs)) for either in (baseline, arm))
+        raise BadInput(f"no seed in common: {baseline.label} has {a}, and {arm.label} has {b}")
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Looks at results, counted over all comparisons that ask the same question.
 
-A look is one analysis of the results. Every further look, with more seeds, another metric or
-another folder, is another chance of a false alarm. So every new look with enough seeds for a
-verdict is registered in the user's cache, and a comparison counts the looks of its siblings: the
-comparisons of the same recipe that share at least two of its arms (variants of the recipe).
+A look is one analysis of the results. Every further look, with more seeds, another metric or other
+results, in any folder, is another chance of a false alarm. So each look spends a part of alpha,
+which is the allowed false-alarm rate (`plan.alpha_spent`). Every new look with enough seeds for a
+verdict is registered in the user's cache. Two comparisons ask the same question if they have the
+same recipe and share at least two arms (variants of the recipe); looks at either count for both.
 """
 
 import json
@@ -28,10 +29,10 @@ class Look:
     """One line of the register."""
 
     recipe: str  # digest of the recipe without its metric and `_NOT_ASKED`
-    arms: list[str]  # digests of all arms' treatments and settings
+    arms: list[str]  # for each arm, a digest of its treatment and its `set`
     plan: str  # digest of the plan
     results: str  # digest of results, rules, contrasts and arms; if equal, it is the same look
-    spent: float  # the part of alpha that the look spent
+    spent: float  # the false-alarm rate that the look was allowed: its part of alpha
     metric: str
     seeds: list[int]
     folder: str
@@ -43,7 +44,7 @@ class Looks:
     """The current look at a question, and the looks before it."""
 
     current: Look
-    earlier: tuple[Look, ...]  # at the same question, with other results, in any folder
+    earlier: tuple[Look, ...]  # at the same question in any folder, but at other results
 
     @property
     def number(self) -> int:
@@ -52,7 +53,7 @@ class Looks:
 
     @property
     def spent(self) -> float:
-        """The part of alpha that the earlier looks spent."""
+        """The sum of what the earlier looks spent of alpha."""
         return sum(look.spent for look in self.earlier)
 
 
@@ -83,7 +84,7 @@ def take_look(
         try:
             registered = [*known, *_registered(path)]
             counting = (past for past in registered if len(past.seeds) >= LEAST_SEEDS)
-            looks = _distinct(past for past in counting if _is_sibling(past, unnumbered))
+            looks = _distinct(past for past in counting if _asks_the_same(past, unnumbered))
             same = [i for i, past in enumerate(looks) if past.results == unnumbered.results]
             if same:
                 return Looks(looks[same[0]], tuple(looks[: same[0]]))
@@ -105,7 +106,7 @@ def take_look(
 
 
 def _look(plan: Plan, folder: Path, results: Results) -> Look:
-    """Describe a look, without the part of alpha that it spends."""
+    """Describe a look; `spent` is 0 until its number is known."""
     recipe = {key: value for key, value in plan.recipe.items() if key not in _NOT_ASKED}
     recipe["evaluate"] = {**recipe.get("evaluate", {}), "metric": None}
     rules = plan.rules.model_dump(mode="json", exclude={"look", "spent"})
@@ -154,7 +155,7 @@ def _is_cut_off(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def _is_sibling(look: Look, current: Look) -> bool:
+def _asks_the_same(look: Look, current: Look) -> bool:
     return look.recipe == current.recipe and len(set(look.arms) & set(current.arms)) > 1
 
 

@@ -1,10 +1,10 @@
 """The five questions of the OELM study, and its output files comparison.json and timing.json.
 
 OELM orthogonalizes the query and key weights and freezes them. An arm's treatment decides whether
-it is OELM, never its name. The files have the layout of the study's scripts, except that a gap has
-the interval and the verdict of the page, and speed-ups come from interleaved steps: a gap between
-the times of whole runs is marked as unproven, because it is no evidence about speed. An unknown
-value is null.
+it is OELM, never its name. The files have the layout of the study's scripts, except that a gap (a
+difference from the baseline) has the interval and the verdict of comparison.md, and speed-ups come
+from steps that the arms took in turn: a gap between the times of whole runs is marked as unproven,
+because it is no evidence about speed. An unknown value is null.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def orthogonality_arms(plan: Plan) -> tuple[str, str] | None:
     """Return the two arms that show the effect of orthogonality, or None if one is missing.
 
     Both freeze query and key; the first makes them orthogonal, the second random. Of several pairs,
-    those with equal other settings come first, and among these those with equal norms.
+    pairs whose other settings are equal come first, and among these, pairs with equal norms.
     """
     surgeries = {arm.name: _surgery(plan, arm) for arm in plan.arms}
     pairs = [
@@ -108,7 +108,7 @@ def _surgery(plan: Plan, arm: Arm) -> Treatment:
 
 
 def _changes(surgery: Treatment) -> dict[str, Orthogonalize | Randomize | Identity]:
-    """Return the last change of each role.
+    """Return role → how a treatment sets its values (the last of the changes, if several).
 
     The result is empty if a change is a registered function, which may change anything, or if it
     selects something other than roles, such as some layers only.
@@ -337,10 +337,10 @@ def _arm_values(evidence: Evidence, name: str) -> dict[str, Any]:
 
 
 def _performance(evidence: Evidence, name: str) -> dict[str, Any]:
-    """Return the metrics of the reported weights on the report split, and those while training.
+    """Return the metrics of the best checkpoint on the report split, and those while training.
 
-    `while_training` is about the split that selects the weights: the best evaluation, and the loss
-    of the last one.
+    `while_training` is about the split that selects the checkpoint: the best evaluation, and the
+    loss of the last one.
     """
     runs, metric = paired_runs(evidence, name), evidence.rules.metric
     best, last = [run.best for run in runs], [run.final_loss for run in runs]
@@ -378,7 +378,7 @@ def _convergence(evidence: Evidence, name: str) -> dict[str, Any] | None:
 
 
 def _times(evidence: Evidence, name: str) -> dict[str, Any]:
-    """Return the time of an interleaved step, and the times of whole runs, in seconds."""
+    """Return the time of a step (which the arms took in turn) and of whole runs, in seconds."""
     times = arm_times(evidence, name)
     total, per_epoch, rounds = times.total, times.per_epoch, times.rounds
     mean = None if total is None else total.mean
@@ -449,7 +449,7 @@ def _metric_gap(evidence: Evidence, arm: str, metric: str) -> dict[str, Any] | N
 
 
 def _step_gap(evidence: Evidence, arm: str) -> dict[str, Any] | None:
-    """Return the difference of an arm's step time in percent, from the interleaved steps."""
+    """Return how much longer an arm's steps take than the baseline's, in percent and seconds."""
     if evidence.timing is None:
         return None
     timed = evidence.timing.arms[arm]
@@ -462,7 +462,7 @@ def _step_gap(evidence: Evidence, arm: str) -> dict[str, Any] | None:
 
 
 def _speedup(evidence: Evidence, arm: str) -> dict[str, Any] | None:
-    """Return the baseline's step time divided by an arm's, from the interleaved steps."""
+    """Return the baseline's step time divided by an arm's, from steps taken in turn."""
     if evidence.timing is None:
         return None
     timed = evidence.timing.arms[arm]
@@ -471,7 +471,7 @@ def _speedup(evidence: Evidence, arm: str) -> dict[str, Any] | None:
 
 
 def _trust(evidence: Evidence, arm: str) -> dict[str, Any]:
-    """Return the page's verdict on an arm's step time, and how far it can be trusted."""
+    """Return the verdict on an arm's step time, and whether the timing is proven."""
     assert evidence.timing is not None
     timed = evidence.timing.arms[arm]
     return {
@@ -501,7 +501,10 @@ def _retained(evidence: Evidence, arm: str) -> dict[str, Any] | None:
 
 
 def _total_gap(evidence: Evidence, arm: str, seconds: str, percent: str) -> dict[str, Any]:
-    """Return the gap between the times of whole runs, under the given keys; it is unproven."""
+    """Return the gap between the times of whole runs, always marked as unproven.
+
+    `seconds` and `percent` are the keys under which the gap appears in these units.
+    """
     gap = total_gap(evidence, arm)
     if gap is None:
         return {seconds: None, percent: None, "time_saved_percent": None}

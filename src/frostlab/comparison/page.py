@@ -40,15 +40,14 @@ from frostlab.text import NONE, Markdown, columns, escaped, markdown, number, pl
 _BAR = 30  # width of the longest bar of a tuning curve, in characters
 _GAIN = (
     "(Compares how much the best value changed from the first stage to the last, on the split "
-    "that also selects the weights.) "
+    "that also selects the checkpoint.) "
 )
-_FLOW = {  # column title of each gradient-flow quantity
+_FLOW = {  # gradient-flow quantity → title of its column
     "front_ratio": "front/output gradient",
     "weight_change": "front weight change",
     "update": "front update/weight",
 }
-
-
+# word of the verdict on the planted harm → what the page says of it; other words: it was not found
 _ASSAY = {"worse": "was found", "better": "is no harm here, so it tests nothing"}
 _QUICK = "A quick comparison with short runs"
 
@@ -88,7 +87,7 @@ def show(evidence: Evidence, page: Path, width: int | None = 80) -> str:
     lines += [*columns(rows, {1, 2, 3}, width), ""]
     lines += [*columns(times, {1, 2}, width), ""] if len(times) > 1 else []
     lines += [f"{name}: {verdict.sentence}" for name, verdict in verdicts.items()]
-    if evidence.plan.runs:  # chosen runs may not fit together
+    if evidence.plan.runs:  # runs that the user chose may not form pairs
         lines += [f"{name}: {note}" for name, verdict in verdicts.items() for note in verdict.notes]
         lines += map(str, evidence.refused_pairs)
     if timing is not None and not timing.proven:
@@ -351,9 +350,8 @@ def _stages(evidence: Evidence) -> str:
     head = ["arm", "stage", "trainable", "best value", "best epoch", "seconds",
             "change"]  # fmt: skip
     note = (
-        "Means over seeds. The best value is on the split that selects the weights. Change is the "
-        "relative change of the best value from the stage before, "
-        "positive if it improved."
+        "Means over seeds. The best value is on the split that selects the checkpoint. Change is "
+        "the relative change of the best value from the stage before, positive if it improved."
     )
     return f"{markdown(head, rows)}\n\n{note}"
 
@@ -408,9 +406,9 @@ def _tuning_curves(setting: TunedSetting) -> str:
     edges = [name for name, on_edge in setting.on_edge.items() if on_edge]
     note = (
         f"{escaped(setting.key)}: the mean over the seeds of the metric, on the split that selects "
-        "the weights, with its 95 % interval; the grid is the same for every arm. For each seed, "
-        "the other seeds choose the value, if there are any; `best` is the choice of all seeds. "
-        "If several settings are tuned, the others have their best values here."
+        "the checkpoint, with its 95 % interval; the grid is the same for every arm. For each "
+        "seed, the other seeds choose the value, if there are any; `best` is the choice of all "
+        "seeds. If several settings are tuned, the others have their best values here."
     )
     if setting.extended:
         note += " A best value was at an end of the grid, so the grid was extended once."

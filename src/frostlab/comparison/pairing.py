@@ -80,7 +80,10 @@ class PairingFacts:
 
 
 def environment_facts(record: RunRecord) -> dict[str, tuple[str, ...]]:
-    """Return fact → its distinct values over a run's starts and resumes, for comparable facts."""
+    """Return the environment's facts that must be equal in a pair: name → values in this run.
+
+    A fact has several values if it changed between the run's start and a resume.
+    """
     return _distinct([comparable_facts(values) for values in record.environments])
 
 
@@ -143,13 +146,14 @@ class Runs:
 
     plan: Plan
     trials: Trials
-    records: dict[tuple[str, int], RunRecord]  # runs with the tuned values chosen for each seed
+    # if settings are tuned: the run with the values that were chosen for the seed
+    records: dict[tuple[str, int], RunRecord]
     summaries: dict[tuple[str, int], RunSummary]
-    # arm → for each combination of tuned values, its runs by seed; empty without tuning
+    # arm → for each combination of tuned values, the runs by seed; empty without tuning
     tried: dict[str, tuple[dict[int, RunSummary], ...]]
     facts: dict[tuple[str, int], PairingFacts]  # finished runs only
     refused: tuple[RefusedPair, ...]  # finished runs that cannot be paired with the baseline's
-    changed: dict[tuple[str, int], str]  # run → how its data or pretrained weights changed
+    changed: dict[tuple[str, int], str]  # run → how data or pretrained weights changed (`_Sources`)
     unproven: dict[str, str]  # arm → why no verdict can follow from its tuning
     varied: tuple[VariedFact, ...]  # facts about the environment that are not equal in all runs
 
@@ -268,8 +272,8 @@ class Runs:
             }
             for by_seed in self.tried.get(arm, ())
         ]
-        # Drop settings with a missing run, unless every setting has a missing run. A missing run
-        # counts as the worst, so a setting with one cannot be the best.
+        # Drop the combinations of tuned values with a missing run, unless every combination has
+        # one. A missing run counts as the worst, so its combination cannot be the best.
         whole = [by_seed for by_seed in tried if len(by_seed) == len(self.plan.seeds)]
         tried = whole or tried
         return Scores(values, missing, tuple(tried))
@@ -364,12 +368,12 @@ def check_records(records: Iterable[RunRecord]) -> None:
 
 
 def _check_report(record: RunRecord) -> None:
-    """Refuse a result whose report differs from the one in events.jsonl."""
+    """Refuse a result.json whose reported metrics are not those of events.jsonl."""
     evaluations = record.events(EvaluationEvent)
     report = next((event for event in evaluations if event.checkpoint is not None), None)
     if report is None or report.metrics != record.result.report:
         raise BadInput(
-            f"{record.folder / 'result.json'}: report differs from the report in events.jsonl; "
+            f"{record.folder / 'result.json'}: its reported metrics are not those in events.jsonl; "
             f"delete {record.folder} to train it again"
         )
 
@@ -479,10 +483,10 @@ def _stage(stage: Stage) -> StageSummary:
 
 @dataclass(frozen=True)
 class _Sources:
-    """The data of the first finished run, and the pretrained weights of each arm's first one.
+    """The digests that a run must have, unless files of data or weights changed between runs.
 
-    All other runs must have the same data, and those of an arm the same weights. They differ if
-    files were changed between runs.
+    The data of all runs must be those of the first finished run, and the pretrained weights of an
+    arm's runs must be those of the arm's first finished run.
     """
 
     data: tuple[str, str] | None  # name of the run, digest of its data; None if no run finished
@@ -490,7 +494,7 @@ class _Sources:
 
     @classmethod
     def first(cls, plan: Plan, facts: Mapping[tuple[str, int], PairingFacts]) -> "_Sources":
-        """Take the first finished runs; the baseline's runs come first."""
+        """Take the digests of the first finished runs; the baseline's runs come first."""
         ordered = sorted(facts, key=lambda key: key[0] != plan.baseline.name)
         weights: dict[str, tuple[int, str | None]] = {}
         for arm, seed in ordered:
@@ -499,7 +503,7 @@ class _Sources:
         return cls(data, weights)
 
     def why_changed(self, arm: str, data: str, source: str | None) -> str | None:
-        """Return what differs between a run and the first runs, or None."""
+        """Return which of a run's digests is not the one that it must have, or None."""
         if self.data is not None and data != self.data[1]:
             return f"the data differ from those of the first finished run ({self.data[0]})"
         if arm in self.weights and source != self.weights[arm][1]:

@@ -27,7 +27,7 @@ from frostlab.storage import digest_of
 SCHEMA = 3  # version of plan.json
 LEAST_SEEDS = 5  # with fewer pairs, no arm is called better or worse
 # With one arm besides the baseline, 6 seeds find an effect of 1.5 standard deviations with a
-# probability of 79 %, or 83 % if steps are not timed.
+# probability of 79 %. Without step timing, which takes a part of alpha (`TIME_SHARE`), it is 83 %.
 DEFAULT_SEEDS = 6
 MOST_RUNS = 10_000  # most runs of a comparison, over all arms
 MOST_ARMS = 100
@@ -35,7 +35,7 @@ MOST_SEED = 2**32  # every seed is below this number
 MOST_LOOKS = 1000
 AFTER_THE_FACT = "runs chosen after the fact"  # remark in verdicts of a plan of finished runs
 TIME_SHARE = 0.2  # share of alpha for statements about time, if steps are timed
-ERROR_RATES = ("accuracy", "macro_f1", "token_accuracy")  # a margin multiplies 1 − metric
+ERROR_RATES = ("accuracy", "macro_f1", "token_accuracy")  # their margin multiplies 1 − metric
 MARGINS = {"perplexity": 1.05, **dict.fromkeys(ERROR_RATES, 1.10), "pearson": 0.01}  # defaults
 _LOWER_IS_BETTER_ENDINGS = ("_seconds", "_ms", "_bytes")  # endings of metric names
 _NO_CONFOUNDS = ("about", "treatment", "seed")  # recipe keys whose differences are no confounds
@@ -49,12 +49,15 @@ Look = Annotated[int, Field(gt=0, le=MOST_LOOKS)]
 class Rules(Strict):
     """The metric that is compared, and the conditions for calling an arm better or worse.
 
-    `log` means that values are compared as ratios, on the log scale. `minimum_effect` is the
-    smallest effect of interest, in the metric's unit or, on the log scale, as a ratio − 1. `margin`
-    is the largest acceptable cost against the baseline: a factor for perplexity and other ratios, a
-    factor of 1 − metric for accuracies and F1 (1.1: 10 % more errors), else a difference.
-    `timed` means that statements about time take a part of alpha. A look is one analysis of the
-    results. `looks` is the planned number of looks, `look` is the number of the current look,
+    `log` means that values are compared as ratios, on the log scale. `alpha` is the probability of
+    a false alarm that is allowed in all statements together. `timed` means that statements about
+    time take a part of alpha. `minimum_effect` is the smallest effect of interest, in the metric's
+    unit or, on the log scale, as a ratio − 1. `margin` is the largest acceptable cost against the
+    baseline: a factor for perplexity and other ratios, a factor of 1 − metric for accuracies and F1
+    (1.1: 10 % more errors), else a difference.
+
+    A look is one analysis of the results, and spends a part of alpha: the false-alarm rate that it
+    is allowed. `looks` is the planned number of looks, `look` is the number of the current look,
     counted from 1, and `spent` is the part of alpha that earlier looks spent.
     """
 
@@ -264,14 +267,14 @@ class TimingPlan(Strict):
     """The conditions that end the timing of the arms' steps (see `timing.interleave.StopRule`)."""
 
     seconds: Annotated[float, Field(gt=0)] = 60.0  # time limit
-    width: Annotated[float, Field(gt=0, lt=1)] = 0.01  # wanted width of intervals ÷ ratio
+    width: Annotated[float, Field(gt=0, lt=1)] = 0.01  # wanted width of intervals; 0.01 is ±0.5 %
 
 
 class Plan(Strict):
     """Every decision about a comparison."""
 
     name: str
-    about: str = ""  # what is compared, for the page
+    about: str = ""  # what is compared; comparison.md and the report show this text
     recipe: dict[str, Any]  # settings that all arms share
     arms: Annotated[tuple[Arm, ...], Field(max_length=MOST_ARMS)]
     seeds: Annotated[tuple[int, ...], Field(max_length=MOST_RUNS)]
@@ -284,8 +287,8 @@ class Plan(Strict):
     clock: TimingPlan | None = TimingPlan()  # None: steps are not timed
     assay: bool = False  # whether to check that the baseline with half its steps is found worse
     quick: bool = False  # whether long runs are shortened
-    # arm → seed → folder of the run, if the comparison does not train its runs; in plan.json
-    # relative to the comparison's folder, before that absolute
+    # arm → seed → folder of the run, if the comparison does not train its runs: an absolute path
+    # in a new plan, and a path relative to the comparison's folder in plan.json
     runs: dict[str, dict[int, str]] = Field(default_factory=dict)
 
     @property
@@ -300,7 +303,7 @@ class Plan(Strict):
 
     @property
     def has_stages(self) -> bool:
-        """Whether an arm trains in stages, whose steps differ."""
+        """Whether an arm trains in stages; its steps then differ by stage, so none are timed."""
         return any(self.recipe_of(arm, 0).stages for arm in self.arms)
 
     @property
@@ -331,9 +334,10 @@ class Plan(Strict):
         stand_in: Callable[[Recipe], Recipe] | None,
         differing: Callable[[Recipe, Recipe], dict[str, Any]],
     ) -> "Plan":
-        """Return the plan with smaller recipes (`scale`), or stand-ins for missing data and models.
+        """Return the plan with smaller recipes (`scale`) or stand-ins for missing data, or both.
 
-        The user's `settings` win over the scale, but an arm's own settings are scaled, too.
+        The scale changes the values in an arm's `set`, too, but not the values in `settings`, which
+        the user gave for all arms. `stand_in` replaces a recipe's missing data or weights.
         `differing` compares two recipes and returns the settings of the second that differ.
         """
         if scale is None and stand_in is None:
@@ -453,7 +457,7 @@ class Plan(Strict):
     def check_seeds(self) -> None:
         """Refuse an empty list of seeds, and seeds that are negative, too large or repeated."""
         if not self.seeds:
-            raise BadInput("seeds 0: a comparison needs at least one seed")
+            raise BadInput("seeds: a comparison needs at least one seed")
         if min(self.seeds) < 0:
             raise BadInput(f"seeds {shown(list(self.seeds))}: a seed is 0 or more")
         if max(self.seeds) >= MOST_SEED:
@@ -463,7 +467,7 @@ class Plan(Strict):
 
     @property
     def settings_tried(self) -> int:
-        """The number of combinations of tuned values, before grids are extended."""
+        """The number of combinations of the values in `tune`; tuning may add values at the ends."""
         return math.prod(len(tune.values) for tune in self.tune)
 
     def _check_runs(self) -> None:
@@ -476,7 +480,7 @@ class Plan(Strict):
             )
 
     def _check_chosen_runs(self) -> None:
-        """Refuse listed runs of other arms or seeds, and parts of a plan that need training."""
+        """In a plan of finished runs, refuse unknown arms or seeds, and keys that need training."""
         if not self.runs:
             return
         seeds = {seed for by_seed in self.runs.values() for seed in by_seed}
@@ -510,7 +514,7 @@ class Plan(Strict):
             )
 
     def _check_quick(self) -> None:
-        """Refuse `quick` if an arm has stages or sets its own length: neither can be shortened."""
+        """Refuse `quick` for arms that it cannot shorten: with stages, or own steps or epochs."""
         for arm in self.arms if self.quick else ():
             lengths = [key for key in arm.set if key in ("train", "train.steps", "train.epochs")]
             if lengths or self.recipe_of(arm, 0).stages:

@@ -44,7 +44,7 @@ from frostlab.html import fragment
 from frostlab.models.stand_in import suggesting_stand_in, with_stand_ins
 from frostlab.recipe.load import watch_interval
 from frostlab.recipe.recipe import Scale
-from frostlab.records.folder import RunRecord, finished_status
+from frostlab.records.folder import RunRecord
 from frostlab.records.manifest import write_manifest
 from frostlab.records.schema import read
 from frostlab.storage import check_name, write_whole
@@ -160,10 +160,10 @@ def compare(
     jobs: int = 1,
     progress: bool | None = None,
 ) -> Comparison:
-    """Compare arms: variants of one recipe with different treatments, or settings in `vary`.
+    """Compare arms: variants of one recipe that differ in the treatment, or in chosen settings.
 
-    An argument of None keeps the value in the source, or the default. `vary`, `contrasts` and
-    `looks` have no argument: set them in the source.
+    An argument of None keeps the value in the source, or the default. The keys `vary` (settings to
+    compare), `contrasts` (questions) and `looks` have no argument: set them in the source.
 
     Args:
         source: a recipe or a comparison: a shipped name, a YAML file, a dict or a `Recipe`. The
@@ -224,8 +224,8 @@ def compare_runs(
 ) -> Comparison:
     """Compare runs that have ended, paired by seed; nothing is trained.
 
-    The verdicts say that the runs were chosen after the fact. The comparison refers to the runs
-    where they are. See `compare` for the arguments that are not listed here.
+    The verdicts say that the runs were chosen after the fact. The runs are not copied: the
+    comparison has their paths. See `compare` for the arguments that are not listed here.
 
     Args:
         arms: for each arm, the folder of a run, a folder of runs, a pattern such as `runs/a-*`, or
@@ -336,13 +336,13 @@ def reproduce(source: Path, runner: Runner, out: Path | None = None) -> Comparis
 
 
 def _new_folder(plan: Plan, original: Path) -> Path:
-    """Return the default folder of a reproduction; the same command continues it."""
+    """Return the default folder of a reproduction, always the same, so that it can be continued."""
     path = _DEFAULT_PARENT / check_name(f"{_folder_name(plan)}-again", "the plan's name")
     return path.with_name(f"{path.name}-again") if path.resolve() == original else path
 
 
 def _with_data_found(plan: Plan, original: Path, runner: Runner) -> Plan:
-    """Return the plan with the path at which the data of its runs are found here."""
+    """Return the plan with the path on this machine of the data that its runs were trained on."""
     runs = sorted(original.glob("runs/*/digests.json"))
     recipe = plan.recipe_of(plan.baseline, plan.seeds[0])
     if not runs:
@@ -405,7 +405,7 @@ def _carry_out(plan: Plan, folder: ComparisonFolder, runner: Runner | Finished) 
 
 
 def _jobs(folder: ComparisonFolder, runner: Runner | Finished, trials: Trials) -> int:
-    """Return the largest number of parallel runs in this call, an earlier one, or any record."""
+    """Return the most runs that were trained in parallel, in this call or before."""
     try:
         earlier = read_evidence(folder.path / "evidence.json")
     except BadInput:  # evidence of another version, which this call replaces
@@ -413,7 +413,7 @@ def _jobs(folder: ComparisonFolder, runner: Runner | Finished, trials: Trials) -
     shared = [
         record.result.runs_at_once
         for record in trials.records.values()
-        if finished_status(record.folder) is not None
+        if record.ending is not None
     ]
     return max(runner.jobs, earlier.jobs if earlier else 1, *shared)
 
@@ -534,7 +534,7 @@ def _time_steps(
     if values is None:
         runner.must_train(folder.path / "steps.json")
         if runner.on_cluster:
-            runner.say("steps are timed on this machine, not on the cluster; or set clock: false")
+            runner.say("steps are timed here, not on the cluster; clock: false turns this off")
         from frostlab.comparison.timed_arms import time_steps
 
         try:

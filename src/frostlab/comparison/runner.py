@@ -70,7 +70,7 @@ class Finished:
                     f"{task.path} has no readable result; finish the comparison with "
                     "frostlab compare"
                 )
-            is_done(task)
+            is_done(task)  # refuses a run of another recipe
         return {task.key: RunRecord(task.path) for task in tasks}
 
 

@@ -2,8 +2,9 @@
 
 `arm` and `base` hold the values of two arms (variants of one recipe), in the same order of seeds.
 The interval of their difference is a t interval. Whether an arm is called better or worse follows
-from this interval, so a statement and its interval always agree. If settings were tuned, the
-interval is about the difference between the arm's best setting and the baseline's best setting.
+from this interval, so a statement and its interval always agree. If settings were tuned, each arm
+was trained with several choices (combinations of values of these settings), and the interval is
+about the difference between the arm's best choice and the baseline's best choice.
 """
 
 import math
@@ -84,14 +85,15 @@ def bounds(
 ) -> Bounds:
     """Compare two arms along the last axis, in which their seeds have the same order.
 
-    `arm` and `base` hold one value per seed. If settings were tuned, this is the value of the
-    setting that the *other* seeds choose, and `arm_tried` and `base_tried` hold the values of every
-    setting that was tried. The interval is about the difference between the best settings, though
-    the data do not tell for certain which they are. If higher is better, the lower end is the
-    smallest lower end of `arm` against any setting of the baseline, so it holds for the truly best
-    one; and the settings chosen for `arm` are on average no better than the arm's best. The upper
-    end is the largest upper end of any setting of the arm against `base`. If lower is better, the
-    two arms change places. So a lucky choice of settings cannot look like an effect.
+    `arm` and `base` hold one result per seed, such as accuracy. If settings were tuned, a choice
+    is one combination of values of these settings; `arm` and `base` hold the results of the choice
+    that the *other* seeds make, and `arm_tried` and `base_tried` hold the results of every choice.
+    The interval is about the difference between the best choices, though the data do not tell for
+    certain which they are. If higher is better, the lower end is the smallest lower end of `arm`
+    against any choice of the baseline, so it holds for the truly best one; and the choices in `arm`
+    are on average no better than the arm's best. The upper end is the largest upper end of any
+    choice of the arm against `base`. If lower is better, the two arms change places. So luck in
+    choosing cannot look like an effect.
 
     A mean or standard deviation of at most `rounding` counts as zero.
     """
@@ -148,7 +150,7 @@ def paired(
 ) -> Paired:
     """Compare paired values by a t interval with confidence 1 − alpha.
 
-    `arm_tried` and `base_tried` hold the values of every setting that was tried in tuning, as for
+    `arm_tried` and `base_tried` hold the results of every choice that was tried in tuning, as for
     `bounds`; the direction of the metric matters only for them. `critical` replaces the quantile of
     Student's t in the interval, not in p.
     """

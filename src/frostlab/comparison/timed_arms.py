@@ -92,9 +92,9 @@ class TimedArm:
 
     `order` holds the batches to use; by default, they are the first batches of a training run. The
     constructor warms up the step on every batch, and refuses a loss or gradient that is not finite.
-    If `order` is given, an eager step is warmed up on the largest batch alone, and only if
-    `metered`. The time and memory of building and warming up are measured only if `metered`,
-    because measuring takes time itself.
+    But an eager step for which `order` is given is warmed up on the largest batch alone or, if not
+    `metered`, not at all. The time and memory of building and warming up are measured only if
+    `metered`, because measuring takes time itself.
     """
 
     def __init__(
@@ -253,16 +253,16 @@ def place_arms(
 ) -> dict[str, TimedArm]:
     """Copy the arms to the device one by one, and warm up each before the next is copied.
 
-    `order` holds the batches of all arms; by default, the first arm chooses them. An eager step is
-    warmed up on every batch if its arm chooses them, else on one batch, or not at all if it is not
-    `metered`.
+    `order` holds the batches of all arms; by default, the first arm chooses them. If steps are
+    eager, only the arm that chooses the batches is warmed up on all of them; the others are warmed
+    up on the largest batch or, if not `metered`, not at all.
     """
     timed: dict[str, TimedArm] = {}
     for name, arm in arms.items():
         timed[name] = placed = TimedArm(arm, prepared, device, order, metered)
         order = placed.order if order is None else order
         kind = f"{placed.step.kind} steps ({placed.step.reason})"
-        say(f"{name}: {kind}, {placed.prepare_seconds:.1f} s")
+        say(f"{name}: {kind}, built and warmed up in {placed.prepare_seconds:.1f} s")
     return timed
 
 
@@ -318,7 +318,7 @@ class Timing:
     rounds: int  # in each round, every arm takes one block of steps
     seconds: float  # duration of the rounds and of rebuilding the arms
     stopped_by: str  # `width` (every interval was narrow enough) or `time` (limit reached)
-    width: float  # target width of every 95 % interval over the builds, relative to the ratio
+    width: float  # target width of the 95 % intervals (see `time_arms`)
     device: str
     drift: Drift  # change of the baseline's time during the measurement
     watched: Watched  # load of the machine by other processes
@@ -417,10 +417,10 @@ def time_arms(
     watched, controls = watching.watched(), {name: rounds.ratios()[name] for name in CONTROLS}
     ratios = rounds.ratios(alpha) | controls
     reasons, notes = reasons_unproven(rounds.builds, controls), timing_notes(drift, watched)
+    ended = "all intervals are narrow" if rounds.stopped_by == "width" else "the time is up"
     say(
         f"{rounds.builds} builds, {len(rounds.starts)} rounds of {blocks.steps} steps in "
-        f"{rounds.seconds:.0f} s, "
-        f"ended by the {rounds.stopped_by} limit: {'; '.join((*(reasons or ('proven',)), *notes))}"
+        f"{rounds.seconds:.0f} s; {ended}: {'; '.join((*(reasons or ('proven',)), *notes))}"
     )
     return Timing(
         baseline=baseline,

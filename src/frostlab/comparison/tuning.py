@@ -22,10 +22,10 @@ from frostlab.comparison.runner import ArmTask, Finished, Runner, alternated
 from frostlab.comparison.statistics import t_critical
 from frostlab.errors import BadInput
 from frostlab.recipe.settings import LOWER_IS_BETTER
-from frostlab.records.folder import RunRecord, finished_status
+from frostlab.records.folder import RunRecord
 from frostlab.records.index import is_run
 
-Trial = tuple[tuple[str, float], ...]  # (dotted key, value) of each tuned setting
+Trial = tuple[tuple[str, float], ...]  # one combination of values: (dotted key, value), …
 Grids = dict[str, tuple[float, ...]]  # setting → its values
 
 
@@ -223,7 +223,7 @@ class _Search:
 
 def _score(record: RunRecord) -> float | None:
     """Return a finished run's best value on the split that selects checkpoints, if it is finite."""
-    if finished_status(record.folder) != "finished":
+    if record.ending != "finished":
         return None
     value = record.result.best.value
     return value if value is not None and math.isfinite(value) else None
@@ -251,7 +251,7 @@ def chosen_trials(plan: Plan, folder: Path) -> Trials:
 
 
 def trial_task(plan: Plan, folder: Path, arm: Arm, trial: Trial, seed: int) -> ArmTask:
-    """Return the run of an arm with a trial's settings and a seed."""
+    """Return the run of an arm with a trial's values and a seed."""
     label = "".join(f"@{_short(key, trial)}={value:g}" for key, value in trial)
     return ArmTask(
         name=f"{arm.name}{label}",

@@ -50,7 +50,7 @@ MEANINGS: dict[Word, str] = {
 }
 UNKNOWN = ("failed", "did not finish")  # reasons for a missing run that may not be the arm's fault
 Answer = Literal["yes", "no", "not shown"]
-_USUAL_GRID = 3  # if more settings were tried, the level is multiplied by 3 / their number
+_USUAL_GRID = 3  # if tuning tried more combinations, the level is multiplied by 3 / their number
 _SKEW_SHARE = 0.22  # share of comparisons with normal noise whose mean skewness is notable
 _SKEW_SHARE_OF_ONE = 0.1  # the same for the skewness of one arm alone, if there are several
 Values = Mapping[int, float]  # seed → value
@@ -61,8 +61,8 @@ class Scores:
     """The values of one arm's runs.
 
     A seed in `missing` has a run without a value; `missing` gives the reason, such as "diverged".
-    If settings were tuned, `tried` holds the metric's values with every combination of settings,
-    and `values` those with the combination that was chosen for each seed.
+    If settings were tuned, `tried` holds the results of every combination of their values, and
+    `values` the results of the combination that was chosen for each seed.
     """
 
     values: Values
@@ -89,7 +89,7 @@ class Statement:
     arm: str
     baseline: str
     confounds: tuple[str, ...] = ()  # settings that differ and are not compared
-    together: tuple[str, ...] = ()  # factors that differ together, if several (`Plan.together`)
+    together: tuple[str, ...] = ()  # compared factors that differ, if several (`Plan.together`)
     unproven: str | None = None  # why the values prove nothing
     identical: bool = False  # whether both arms report the same weights for every seed
     at_chance: bool = False  # whether neither arm is shown to have learned more than chance
@@ -135,9 +135,9 @@ class Verdict:
     anytime: tuple[float, float] | None  # interval that holds however often one looks
     improvement: float | None  # how often a run of the arm beats a run of the baseline
     population: Paired | None
-    skewed: float | None  # skewness of this arm's differences or, on average, of all arms'; if high
+    skewed: float | None  # skewness of the differences, if it is high enough for a warning
     missing: dict[str, int]  # arm → how many of its paired runs have no finite value
-    together: tuple[str, ...]  # factors that differ together, if several (`Plan.together`)
+    together: tuple[str, ...]  # compared factors that differ, if several (`Plan.together`)
     notes: tuple[str, ...] = ()
 
 
@@ -198,7 +198,7 @@ def _worst(arms: Mapping[str, Scores], rules: Rules) -> float | None:
 
 
 def _pool(cases: Sequence["_Case"]) -> Pool | None:
-    """Pool the arms that share the first statement's baseline, with enough pairs and all runs."""
+    """Pool the arms with the first statement's baseline that have enough pairs and miss no run."""
     baseline = cases[0].statement.baseline if cases else ""
     same = [
         case.differences
@@ -433,7 +433,7 @@ class _Case:
 
     @property
     def could_have_seen(self) -> float | None:
-        """The effect that could have been found, from the wider side of a bounded interval."""
+        """The effect that could have been found, from the wider half of the interval."""
         if self.pair is None or self.n < LEAST_SEEDS or not self.pair.std:
             return None
         ends = [self.pair.effect, self.pair.low, self.pair.high]

@@ -1,4 +1,7 @@
-"""The comparisons and groups that a folder holds, by their paths from this folder."""
+"""The comparisons and groups inside a folder that `frostlab report` is called with.
+
+Each is named by its path from this folder, which is called the reported folder.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +42,7 @@ def sources(folder: Path) -> tuple[str, ...]:
 def reported_folders(folder: Path) -> list[Path]:
     """Return the folders of comparisons and groups inside, each of which gets its own report.
 
-    Links are left out, because nothing is written outside the folder.
+    Symbolic links are left out, because their reports would be written outside the folder.
     """
     names = [name for name, _ in _comparisons(folder)] + [name for name in _groups(folder) if name]
     paths = [folder / name for name in names]
@@ -78,7 +81,7 @@ def read_members(folder: Path) -> tuple[Member, ...]:
         try:
             evidence = read_evidence(folder / name / EVIDENCE)
             if evidence is not None:
-                task_of(evidence)  # refuses a recipe whose data are not known here
+                task_of(evidence)  # raises BadInput if its recipe cannot be loaded here
             problem = "not finished" if evidence is None else None
         except BadInput as error:
             evidence, problem = None, f"cannot be read: {error}"

@@ -1,8 +1,9 @@
 """The catalogue: the steps, FLOPs, time and memory of every experiment of a group.
 
-Everything is computed from the recipe, without the data. Times are those of measured steps
-(`frostlab.experiments.steps`): if a step of an experiment was not measured, its time is not known,
-and its peak memory is an estimate or, for a Conformer, not known.
+Everything is computed from the recipe, without the data. The time is the number of steps times the
+time of such a step, which was measured in advance (`frostlab.experiments.steps`). If a kind of step
+that an experiment takes was not measured, the experiment's time is not known, and its peak memory
+is an estimate or, for a Conformer, not known.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -110,7 +111,10 @@ def _measured(
 
 
 def _flops_per_token(recipe: Recipe, planned: PlannedStage) -> float:
-    """Return the matmul FLOPs of a step per token, with the head at every supervised layer."""
+    """Return the matmul FLOPs of a step per token.
+
+    With deep supervision, the head runs after every supervised layer, not only after the last one.
+    """
     parts, supervision = planned.parts, planned.supervision
     flops = savings(parts, recipe.data.length, causal=is_causal(planned.model)).flops
     if supervision is None:
@@ -138,7 +142,7 @@ def _memory(recipe: Recipe, parts: Anatomy, tokens: int) -> int:
 _ABOUT = f"""\
 Every experiment of these groups with its cost. `frostlab recipes --details` prints this page,
 `--group NAME` one group of it, and `--json` its values. What the ids mean, and what differs from
-the sources, is in [From the sources](from-the-sources.md).
+the sources (the published studies), is in [From the sources](from-the-sources.md).
 
 - *digest*: of the recipe. Experiments with equal digests have the same recipe.
 - *parameters*, *trainable*: in the last stage, if there are several.
@@ -154,15 +158,17 @@ the sources, is in [From the sources](from-the-sources.md).
   and unit of the width, and 2 bytes of dropout masks), and a language model's logits. For BERT-base
   (32 × 128) and GPT Medium-512 (8 × 512) in bf16, it is within 10 % of the measured peak. The
   Conformer's layers keep other values, so their memory is not estimated. All experiments fit in
-  16 GB, except the Conformers, which run in float32 as published; in bf16, a run of v1 took 11.4 GB
-  and one of v2 11.5 GB ([runs](records/eeg-runs.jsonl)).
-- *reported*: by the sources.
+  16 GB, except the Conformers, which run in float32 as published; in bf16, a run of
+  `eeg-conformer-v1-published` took 11.4 GB and one of `eeg-conformer-v2-published` 11.5 GB
+  ([runs](records/eeg-runs.jsonl)).
+- *reported*: the results that the sources reported.
 """
 
 _STEPS = f"""\
 `python benchmarks/catalogue.py` on one {MACHINE}: the steps that runs take there, with random
 weights and full batches of random inputs, without padding. A step's time is the median of ten
-rounds, [smallest, largest]. *losses* is the number of supervised layers.
+rounds, [smallest, largest]. *losses* is the number of layers after which a loss is computed: 1
+without deep supervision.
 """
 
 

@@ -1,7 +1,8 @@
-"""Evaluation of a comparison's runs on further data, such as other languages than the trained one.
+"""Evaluation of a comparison's runs on further data, such as languages other than the trained one.
 
-After a comparison, the best weights of each run are evaluated on each of the further data that the
-group lists. There, every arm (variant of a recipe) is compared with the baseline, paired by seed.
+A group's file lists such data sets under the key `further`. After a comparison, the best weights of
+each run are evaluated on each of these data sets. There, every arm (variant of a recipe) is
+compared with the baseline, paired by seed.
 """
 
 import json
@@ -29,7 +30,7 @@ FURTHER = "further.json"
 
 @dataclass(frozen=True)
 class FurtherScore:
-    """The metrics of one run's best weights on further data."""
+    """The metrics of one run's best weights on one set of further data."""
 
     comparison: str
     arm: str
@@ -45,7 +46,7 @@ class FurtherScore:
 
 @dataclass(frozen=True)
 class FurtherArm:
-    """One arm on further data."""
+    """One arm on one set of further data."""
 
     summary: Summary | None  # of the metric over the seeds; None without a score
     gap: Effect | None  # effect against the baseline, paired by seed; None: baseline, or no pairs
@@ -87,8 +88,9 @@ def pending_runs(
 ) -> list[tuple[str, RunSummary, list[str]]]:
     """Return (arm, run, names of the further data without a score) for each run that lacks scores.
 
-    Only finished runs are returned. A stored score counts if it has the same weights and settings.
-    If a setting is tuned, a seed has one run: the one that the comparison chose.
+    Only finished runs are returned. A score is stored with the run's weights and the settings of
+    the evaluation; if either has changed since, the score counts as lacking. If the comparison
+    tunes a setting, only the run with the chosen value counts for each arm and seed.
     """
     scores = {_key(score): score for score in read_scores_of(folder)}
     pending = []
@@ -199,7 +201,10 @@ def further_results(
 
 
 def check_further(further: Mapping[str, Mapping[str, Any]], label: str) -> None:
-    """Refuse settings that an evaluation does not have, before anything is trained."""
+    """Refuse further data with settings that an evaluation cannot change.
+
+    This is called before anything is trained. `label` is the group's name, for the error.
+    """
     from frostlab.use.scoring import check_settings
 
     for name, settings in further.items():

@@ -4,8 +4,8 @@ A mean covers comparisons with the same arm, metric and shortcomings, so that co
 those of reduced runs (scaled, shortened or with stand-ins) are not mixed with the others. Every
 comparison has the same weight, whatever its number of seeds. The comparisons count as independent,
 and the mean is about these comparisons: its interval says nothing about other data sets. A mean
-over one comparison is its own effect, with the interval of its verdict. `Means` is the schema of
-means.json, which a report of several comparisons writes.
+over a single comparison is that comparison's effect, with the interval of its verdict. `Means` is
+the schema of means.json, which a report of several comparisons writes.
 """
 
 import math
@@ -35,7 +35,7 @@ class Mean:
     by: By
     value: str  # such as BERT or classification; empty for all comparisons
     shortcomings: tuple[str, ...]  # confounded, reduced; the same for all these comparisons
-    comparisons: tuple[str, ...]  # folders, relative to the reported folder
+    comparisons: tuple[str, ...]  # their folders, by path from the folder that is reported
     verdicts: dict[str, int]  # verdict → number of comparisons
     # for a single comparison, its effect and interval; else `n` is the number of comparisons
     effect: Effect
@@ -44,7 +44,10 @@ class Mean:
 
 @dataclass(frozen=True)
 class Contrast:
-    """The difference between the mean effects of one arm on two models, or the ratio of ratios."""
+    """One arm's mean effects on BERT and on GPT, compared.
+
+    They are subtracted or, if the effects are ratios, divided.
+    """
 
     arm: str
     metric: str
@@ -77,7 +80,7 @@ class _Entry:
     model: str
     task: str
     shortcomings: tuple[str, ...]
-    word: str
+    word: str  # the verdict, such as worse
     effect: Effect
     retained: float | None
 
@@ -182,7 +185,7 @@ def _combined(weighted: Sequence[tuple[Effect, float]]) -> Effect:
     try:
         total = sum(weight * to(effect.effect or 0.0) for effect, weight in weighted)
         value: float | None = back(total)
-    except (ValueError, OverflowError):  # the ratio of a value that is zero
+    except (ValueError, OverflowError):  # a ratio of 0 has no logarithm
         return Effect(len(weighted), log, ALPHA, None, None, None, None, None)
     empty = Effect(len(weighted), log, ALPHA, value, None, None, None, None)
     variances = [

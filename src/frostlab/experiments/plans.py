@@ -22,11 +22,12 @@ from frostlab.text import plain
 
 _ENDINGS = (".yaml", ".yml")
 _KEYS = {"experiments", "published", "fair", "further"}  # a file with one of them is a group's
-SAME_EXPERIMENT = ("train.device", "data.path")  # settings of the machine, not of an experiment
+# settings of the machine: a change of one leaves the experiment the same
+SAME_EXPERIMENT = ("train.device", "data.path")
 
 
 def is_group_source(source: object) -> bool:
-    """Return whether a source names a shipped group, or the YAML file of one."""
+    """Return whether a source is the name of a shipped group, or the path of a group's file."""
     if not isinstance(source, str | Path):
         return False
     name = str(source)
@@ -56,7 +57,7 @@ def comparison_names(group: Group, as_published: bool) -> tuple[str, ...]:
     if not comparisons:
         kind, other = ("published", "without") if as_published else ("fair", "with")
         raise BadInput(f"{group.name} has no {kind} comparisons; compare it {other} --as-published")
-    # A comparison's name is a folder.
+    # A comparison's name is also the name of its folder.
     return tuple(check_name(name, f"{group.name}: the comparison's name") for name in comparisons)
 
 
@@ -74,7 +75,7 @@ def group_plans(
 
     Args:
         only: names of the comparisons to plan; all if it is empty.
-        changes: keys to set in every comparison, such as `seeds`.
+        changes: keys to set in every comparison's plan, such as `seeds`.
         settings: settings of the recipe for every arm of every comparison; may include `scale`.
         quick: plan short runs, and by default fewer seeds and shorter step timing.
         stand_in: a function that replaces the missing parts of an arm's recipe by stand-ins.
@@ -129,11 +130,11 @@ def _fair(group: Group, name: str) -> dict[str, Any]:
 
 
 def _about(group: Group, name: str, as_published: bool, settings: Mapping[str, Any]) -> str:
-    """Describe a comparison of the group for its page."""
+    """Describe a comparison of the group, for the page and the report of the comparison."""
     text = f"The comparison {name} of the group {group.name} ({group.about}), "
     text += (
-        "as published: the arms have the sources' treatments, settings, splits and baseline, and "
-        "differ in more than the treatment where a verdict is confounded"
+        "as published: the arms have the treatments, settings, splits and baseline of the "
+        "published studies, and differ in more than the treatment where a verdict is confounded"
         if as_published
         else "fair: the arms differ only in what is compared"
     )
@@ -145,5 +146,5 @@ def _about(group: Group, name: str, as_published: bool, settings: Mapping[str, A
 
 
 def other_settings(as_published: bool) -> str:
-    """Return the words that introduce settings which are not the group's."""
+    """Return the words that introduce settings that the user changed."""
     return "Not as published" if as_published else "Not as in the group"

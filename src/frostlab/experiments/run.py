@@ -2,8 +2,8 @@
 
 Each comparison has a folder inside the group's folder. Calling `fl.compare_group` again continues
 where the last call stopped. The group's folder also holds its definition (group.json), the summary
-(summary.json, summary.md), a manifest and, if the group names further data to evaluate the runs on,
-the scores on them (further.json).
+(summary.json, summary.md), checksums of these files (manifest.json) and, if the group names further
+data to evaluate the runs on, the scores on them (further.json).
 """
 
 import json
@@ -272,9 +272,9 @@ def _check_data(
     folder: Path,
     data_dir: Path | None,
 ) -> None:
-    """Refuse the group if a comparison lacks data; name these comparisons, and those that can run.
+    """Raise BadInput if a comparison lacks data; the message also names those that can run.
 
-    A comparison whose runs are all done and evaluated needs no data.
+    A comparison whose runs are all done and evaluated on the further data needs no data.
     """
     missing = {}
     for name, plan in plans.items():
@@ -309,7 +309,7 @@ def _find_data(
 ) -> None:
     """Find the files of a recipe's data, tokenizer and further data, or raise BadInput.
 
-    Synthetic and EEG data are prepared instead; further EEG data are not looked for.
+    Synthetic and EEG data are not looked for but prepared. Further EEG data are not looked for.
     """
     data, cache = recipe.data, cache_folder(None)
     if isinstance(data, Synthetic) and further:

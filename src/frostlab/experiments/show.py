@@ -27,9 +27,9 @@ from frostlab.text import (
 )
 
 _PUBLISHED = (
-    "As published: the arms have the sources' treatments, learning rates, splits and baseline. An "
-    "arm that differs from the baseline in more than its treatment is confounded: its difference "
-    "may come from any of the settings that differ."
+    "As published: the arms have the treatments, learning rates, splits and baseline of the "
+    "published studies (the sources). An arm that differs from the baseline in more than its "
+    "treatment is confounded: its difference may come from any of the settings that differ."
 )
 _FAIR = (
     "Fair: the arms of a comparison differ only in what is compared, and a tuned setting has the "
@@ -39,18 +39,19 @@ _NOTE = (
     "Mean ± standard deviation over the finished runs that can be paired. Gap: the paired effect "
     "against the baseline with its interval, a ratio for perplexity. Retained: the arm's metric "
     "divided by the baseline's (the inverse if lower values are better), so more is better. "
-    "Source: the number that the sources reported. Step time: relative to the baseline's, "
+    "Source: the number that a published study reported. Step time: relative to the baseline's, "
     "from steps that the arms took in turn; if the timing is unproven, it cannot be trusted, and "
     "the comparison's page says why."
 )
 _FURTHER = (
     "The best weights of each run, evaluated on further data. In each comparison, the intervals of "
-    "all these data and arms hold simultaneously. The intervals do not include the uncertainty of "
-    "tuned values. No verdict follows."
+    "all these data and arms hold simultaneously. If a setting was tuned, they do not include the "
+    "uncertainty of which value is best. No verdict is drawn from them."
 )
 _INTERACTION = (
-    "Differences between two effects (ratios for perplexity), paired by seed. The intervals do not "
-    "include the uncertainty of tuned values."
+    "The effect of an arm in one comparison minus its effect in another (a ratio for perplexity), "
+    "paired by seed. If a setting was tuned, the intervals do not include the uncertainty of which "
+    "value is best."
 )
 
 

@@ -1,7 +1,8 @@
-"""The training steps of a recipe, stage by stage and without its data, and their measured times.
+"""The kinds of training steps that a recipe takes in its stages, and their measured times.
 
-Models are built without values: on the meta device, or in memory if the recipe has stages, because
-a stage changes weights. steps.jsonl has the lines that benchmarks/catalogue.py printed on MACHINE.
+The data are not needed. Models are built without values: on the meta device, or in uninitialized
+memory if the recipe has stages, because entering a stage can add layers. steps.jsonl has the
+measured times: the lines that benchmarks/catalogue.py printed on MACHINE.
 """
 
 import json
@@ -23,16 +24,17 @@ from frostlab.roles.snapshot import Anatomy
 from frostlab.storage import digest_of
 from frostlab.training.stages import Entered, Stage, enter_stage, stages_of
 from frostlab.training.step.objective import Supervision, resolve_supervision
+from frostlab.training.treatment import treated_parts
 
 MACHINE = "NVIDIA H200"
 # data.name → size of its vocabulary of whole words
 WORDS = {"wikitext2": 28_914, "wikitext2-raw": 69_830}
-# digest of the settings → model on the meta device, and its anatomy
-Models = dict[str, tuple[nn.Module, Anatomy]]
+# digest of the settings on which a model depends → model on the meta device, and its anatomy
+Models = dict[str, nn.Module]
 
 
 class Step(NamedTuple):
-    """The properties of a training step on which its time depends."""
+    """A kind of training step: the properties on which its time depends."""
 
     model: str  # class of the model
     parameters: int
@@ -40,7 +42,7 @@ class Step(NamedTuple):
     batch: int
     length: int
     precision: str
-    losses: int  # supervised layers; 1 without deep supervision
+    losses: int  # layers after which a loss is computed; 1 without deep supervision
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,12 @@ class PlannedStage:
 def planned_stages(recipe: Recipe, models: Models) -> Iterator[PlannedStage]:
     """Yield a recipe's stages; `models` keeps the models that several recipes share.
 
-    If the number of training examples is not known, a stage that is given in epochs has as many
-    steps as one example would need.
+    If the number of training examples is not known, the steps of a stage whose length is given in
+    epochs are counted as if there were one example.
     """
     recipe = with_vocabulary(recipe)
-    model, parts = _model_of(recipe, models)
-    if recipe.surgery.frozen:
-        parts = parts.with_frozen(*recipe.surgery.frozen)
+    model = _model_of(recipe, models)
+    parts = treated_parts(model, recipe)
     entered = Entered()
     for index, stage in enumerate(stages_of(recipe, training_examples(recipe) or 1)):
         if recipe.stages:
@@ -105,7 +106,7 @@ def planned_stages(recipe: Recipe, models: Models) -> Iterator[PlannedStage]:
 def step_of(
     recipe: Recipe, model: nn.Module, parts: Anatomy, supervision: Supervision | None
 ) -> Step:
-    """Return the properties of a step of this model on a GPU."""
+    """Return the kind of step that this model takes on a GPU."""
     return Step(
         type(model).__name__,
         parts.count(),
@@ -144,17 +145,19 @@ def training_examples(recipe: Recipe) -> int | None:
     return limit if everything is None else min(limit or everything, everything)
 
 
-def _model_of(recipe: Recipe, models: Models) -> tuple[nn.Module, Anatomy]:
-    """Build a recipe's model; recipes without stages share equal models."""
+def _model_of(recipe: Recipe, models: Models) -> nn.Module:
+    """Build a recipe's model; recipes whose models stay as they are share equal ones."""
     settings = (recipe.model, recipe.tokenizer, recipe.data)
     key = digest_of([part and part.model_dump(mode="json") for part in settings])
-    if key not in models or recipe.stages:
-        model, _ = recipe_blueprint(recipe)
-        if recipe.stages:
-            allocate(model)
-            return model, anatomy(model)
-        models[key] = model, anatomy(model)
-    return models[key]
+    changes = bool(recipe.stages) or recipe.surgery.peft is not None
+    if key in models and not changes:
+        return models[key]
+    model, _ = recipe_blueprint(recipe)
+    if recipe.stages:
+        allocate(model)
+    if not changes:
+        models[key] = model
+    return model
 
 
 def allocate(model: nn.Module) -> None:

@@ -1,9 +1,9 @@
 """The summary of a group of comparisons: each arm's results next to those that sources reported.
 
 The sources are the published studies that the group repeats. An arm is a variant of a recipe; each
-is compared with the baseline arm. `summarize` reads the evidence of the group's comparisons; those
-without evidence are listed as not run, or as not finished if they have a folder.
-summary.json has the keys of `GroupSummary`.
+is compared with the baseline arm. `summarize` reads evidence.json, the results of a comparison, in
+each comparison's folder. Comparisons without this file are listed as not run, or as not finished if
+they have a folder. summary.json has the keys of `GroupSummary`.
 """
 
 import math
@@ -61,7 +61,7 @@ class ArmSummary:
     std: float | None
     gap: Effect | None  # effect against the baseline, paired by seed; None: baseline, or no pairs
     verdict: Word | None  # None for the baseline
-    sentence: str | None
+    sentence: str | None  # the verdict in a sentence
     retained: float | None  # share of the baseline's metric (retained_share); above 1: better
     confounds: tuple[str, ...]  # settings besides the treatment that differ from the baseline
     time: TimeGap | None  # None for the baseline, or if steps were not timed
@@ -205,7 +205,7 @@ def model_name(settings: Mapping[str, Any]) -> str:
 
 
 def reduced_by(evidence: Evidence) -> tuple[str, ...]:
-    """Return the reasons why a comparison is smaller than the experiment."""
+    """Return in which ways the runs are smaller than the recipe: scale, stand-ins, `--quick`."""
     plan = evidence.plan
     caution = plan.recipe_of(plan.baseline, plan.seeds[0]).caution
     reasons = [] if caution is None else [caution]
@@ -296,7 +296,10 @@ def _experiments(group: Group, as_published: bool, name: str, evidence: Evidence
 
 
 def _siblings(folder: Path, as_published: bool) -> dict[str, GroupSummary]:
-    """Return the summaries of groups of the same kind in the folders next to a group's folder."""
+    """Return the summaries of the groups in the folders next to a group's folder.
+
+    Groups as published are returned for a group as published, and fair ones for a fair one.
+    """
     summaries = {}
     for path in sorted(folder.resolve().parent.glob(f"*/{SUMMARY}")):
         if path.parent == folder.resolve():
@@ -331,7 +334,7 @@ def _asks_about_oelm(comparison: ComparisonSummary) -> bool:
 
 
 def _answer(comparison: ComparisonSummary, index: int) -> str:
-    """Return a comparison's answer to a question; for the first, its gap and verdict."""
+    """Return a comparison's answer to the question at `index`; at 0, OELM's gap and verdict."""
     if comparison.status != "finished":
         return comparison.status
     arm = comparison.oelm_arm
@@ -452,7 +455,7 @@ def _effect_in(name: str, evidence: Evidence, arm: str) -> str:
 
 
 def _effects_by_seed(evidence: Evidence, arm: str) -> dict[int, float]:
-    """Return an arm's difference from the baseline by seed; of logarithms if `rules.log`.
+    """Return an arm's difference from the baseline by seed; on the log scale, of the logarithms.
 
     Seeds whose runs did not both finish, or cannot be paired, are left out.
     """

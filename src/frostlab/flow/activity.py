@@ -147,7 +147,7 @@ def _down_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         return
     for part in anatomy.parts:
         slot = slots[part.name]
-        alone = slot.local == "weight" and len(part.shape) == 2  # not in a batch of experts
+        alone = slot.local == "weight" and len(part.shape) == 2  # not stacked weights of experts
         if part.role == "down" and part.kind == "weight" and part.rows is None and alone:
             yield part.name.rpartition(".")[0], slot.owner
 

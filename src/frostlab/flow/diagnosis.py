@@ -1,4 +1,4 @@
-"""Diagnosis of a run: a summary of its gradient flow, gradient ratios over depth, and targets.
+"""Diagnosis of a run: which parts do not learn, gradients of the first and last layers, targets.
 
 A flow holds the reports of a run, one for each measured step. A part is all tensors of one role,
 such as query, in one layer or outside the layers. The front is the first two layers, the output is
@@ -32,9 +32,9 @@ from frostlab.storage import finite
 from frostlab.text import NONE, columns
 
 FLOW_TARGETS = {"front_ratio": 0.1, "weight_change": 0.01}  # name → value to exceed
-# (limit, word): the front ratio is the gradient size of the front divided by that of the output;
-# the first word whose limit is above the ratio describes the ratio. The word is no verdict, because
-# an optimizer that divides gradients by their size also learns from small ones.
+# (limit, word): the first word whose limit is above the front ratio describes this ratio, which is
+# the gradient size of the front divided by that of the output (see `DepthRatios`). The word is no
+# verdict, because an optimizer that divides gradients by their size also learns from small ones.
 RATIO_WORDS = ((0.01, "very small"), (0.1, "small"), (0.5, "fair"))
 _TITLES = {"front_ratio": "front/output gradient", "weight_change": "front weight change"}
 
@@ -50,7 +50,7 @@ _NOTABLE = {  # further verdicts that a summary mentions, with their verbs
         "has a gradient scale that the optimizer undoes",
         "have a gradient scale that the optimizer undoes",
     ),
-    UNKNOWN: ("is not known yet", "are not known yet"),
+    UNKNOWN: ("has no verdict yet", "have no verdict yet"),
 }
 _TOO_EARLY = "only one step has been measured; most verdicts need two"
 _MOST_NAMES = 5  # maximum number of parts that a sentence names
@@ -72,7 +72,7 @@ class Diagnosis:
 
     @property
     def caution(self) -> str | None:
-        """The warning that the run shows with its numbers."""
+        """A warning about the run's numbers, such as that it used stand-ins; None without one."""
         return next((flow.caution for flow in self.flows.values()), None)
 
     @property
@@ -146,7 +146,7 @@ def diagnose(folder: Path) -> Diagnosis:
 def _wanted(folder: Path, metric: str | None) -> dict[str, float]:
     """Return a run's targets by name: `evaluate.target`, or the metric's default target.
 
-    If the metric has a default target, `FLOW_TARGETS` are added.
+    If the metric has a default target, as only `pearson` (EEG) does, `FLOW_TARGETS` are added.
     """
     target = None
     try:
@@ -189,9 +189,9 @@ class Target:
 
 
 def targets_of(diagnosis: Diagnosis) -> tuple[Target, ...]:
-    """Compare a run with the targets of its recipe; flow targets apply to the last stage.
+    """Compare a run with the targets of its recipe; `FLOW_TARGETS` apply to the last stage.
 
-    If reports show that nothing in the first two layers is trainable, flow targets are left out;
+    If reports show that nothing in the first two layers is trainable, `FLOW_TARGETS` are left out;
     if they show that the head has no gradient, `front_ratio` is left out.
     """
     flow = list(diagnosis.flows.values())[-1]

@@ -45,10 +45,11 @@ class NormCheck:
     def line(self) -> str:
         """The check as a sentence."""
         return (
-            f"Gradient/norm in the last {self.steps} steps: median {self.median:.4g}, 5 % to 95 % "
-            f"{self.low:.4g} to {self.high:.4g}, within {LEAST_NORM:g} to {MOST_NORM:g} in "
-            f"{self.within:.0%} of them: {'steady' if self.steady else 'not steady'} by the "
-            f"source's rule of thumb (at least {STEADY:.0%})"
+            f"Gradient/norm in the last {self.steps} steps: median {self.median:.4g}, 5 % and 95 % "
+            f"quantiles {self.low:.4g} and {self.high:.4g}, within {LEAST_NORM:g} to "
+            f"{MOST_NORM:g} in {self.within:.0%} of these steps: "
+            f"{'steady' if self.steady else 'not steady'} by the source's rule of thumb (at least "
+            f"{STEADY:.0%})"
         )
 
 

@@ -33,7 +33,8 @@ MEANINGS = {
 TITLES = {"gradient": "gradient norm", "ratio": "update / weight"}
 DECADES = 8  # a colour scale spans at most this many powers of ten; smaller numbers are clamped
 
-_ROWS, _COLUMNS = 130, 48  # more parts are merged into layers, more reports into medians
+_ROWS = 130  # if there are more parts, rows are layers
+_COLUMNS = 48  # if there are more reports, a column is the median of several
 MOST_ROWS = 200  # further rows are not drawn
 _PURPOSE = "drawing a flow"
 _LARGEST = 1e300  # the largest upper end of a colour scale; above it, 10 ** log10(x) can overflow

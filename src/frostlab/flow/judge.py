@@ -41,7 +41,7 @@ class Rules:
     still: float = 1e-6  # a smaller ratio is "not learning", if other parts move much more
     asleep: float = 1e-9  # if every ratio is smaller, every part is "not learning"
     decayed: float = 2.0  # weight decay may explain ratios up to this multiple of lr · decay
-    drowned: float = 1e-4  # below this |gradient| / (|gradient| + |decay|), decay explains the step
+    drowned: float = 1e-4  # if |gradient| / (|gradient| + |decay|) is smaller, decay made the step
     slow: float = 0.01  # a ratio below this multiple of the peers' median is "slow"
     apart: float = 1e-3  # the same limit for parts with too few peers, relative to all parts
     vanishing: float = 1e-4  # a gradient below this multiple of the largest "vanishes"
@@ -105,7 +105,7 @@ class RecentReports:
     def __init__(self, flow: "Flow", rules: Rules) -> None:
         self.flow, self.rules = flow, rules
         self.reports = flow.reports[-rules.window :]
-        self.highest = [  # highest learning rate of each group; a group may have been added later
+        self.highest = [  # highest learning rate by group; early reports lack later groups
             max(_not_nan(r.rates[g] for r in flow.reports if g < len(r.rates)), default=0.0)
             for g in range(len(flow.groups))
         ]
@@ -135,8 +135,9 @@ class RecentReports:
 
         The result is NaN if the learning rate is 0. If decoupled decay alone can explain the
         update, the ratio is limited to the largest update that the gradient can cause. If decay is
-        added to the gradient (L2), the ratio is multiplied by |gradient| / (|gradient| + |decay|);
-        under a normalising optimizer only if that factor is at most `Rules.drowned`.
+        added to the gradient (L2), the ratio is multiplied by |gradient| / (|gradient| + |decay|),
+        where |decay| is the weight decay × |weight|; under a normalising optimizer only if that
+        factor is at most `Rules.drowned`.
         """
         facts, ratio = self.flow.parts[part], report.ratio(part)
         if report.of("weight", part) == report.of("update", part) == 0.0:
@@ -258,7 +259,7 @@ def _judge_part(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict:
         fixed = part.state == "fixed"
         return PartVerdict(
             FROZEN,
-            f"{'the architecture fixes it' if fixed else 'it requires no gradient'}{unchanged}",
+            f"{'the model never trains it' if fixed else 'it requires no gradient'}{unchanged}",
         )
     if not recent.reports:
         return PartVerdict(UNKNOWN, "no step has been measured yet")
@@ -282,7 +283,7 @@ def _broken(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | Non
 
 
 def _left_out(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
-    """Judge a part with learning rate 0, or with a tensor without an optimizer or a gradient."""
+    """Judge a part with learning rate 0, or with a tensor that has no optimizer or no gradient."""
     if part.missing:
         return PartVerdict(
             STILL,

@@ -54,7 +54,7 @@ class PartFacts:
     peers: str  # the role; in an unknown architecture, the module's path with `*` for numbers
     stack: str  # such as "encoder"; empty if the model has one stack, or outside the stacks
     layer: int | None  # index in the stack; None if no layer, or several, hold the part
-    state: str  # trainable, frozen, or fixed: the architecture never trains it
+    state: str  # trainable, frozen, or fixed: the model never trains it
     tensors: tuple[str, ...]
     learning: tuple[str, ...]  # tensors that require a gradient
     missing: tuple[str, ...]  # tensors that require a gradient and are in no optimizer
@@ -153,7 +153,7 @@ class Flow:
         self.groups: tuple[GroupFacts, ...] = ()  # optimizer groups
         self.moved: tuple[str, ...] = ()  # names of parts with a frozen tensor that changed
         self.verified = False  # whether frozen parts were compared with their digests
-        self.caution: str | None = None  # the run's warning about its numbers
+        self.caution: str | None = None  # a warning about the run's numbers, e.g. on stand-ins
         self.run: str | None = None  # the run that was watched: its folder's name, recipe and stage
         self._reports: list[Report] = []
 
@@ -417,7 +417,7 @@ _MODULES = ("dead", "saturated", "entropy")
 
 
 def parts_event(flow: Flow, every_n_steps: int, front: Sequence[str]) -> dict[str, Any]:
-    """Return the values of a `flow_parts` event; `front` names the tensors that have ranges."""
+    """Return the values of a `flow_parts` event; `front` names the tensors of `Report.ranges`."""
     return {
         "model": flow.model,
         "optimizer": flow.optimizer,
@@ -486,7 +486,7 @@ def read_parts(event: FlowPartsEvent) -> tuple[PartFacts, ...]:
 
 
 def read_report(event: FlowEvent, parts: Sequence[PartFacts], front: Sequence[str]) -> Report:
-    """Return the report that a `flow` event stores; `front` names the tensors that have ranges."""
+    """Return the report of a `flow` event; `front` names the tensors of `Report.ranges`."""
     values, trainable = {}, _trainable(parts)
     for name in QUANTITIES:
         numbers = [math.nan] * len(parts)

@@ -38,7 +38,10 @@ def own_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 class Probe:
-    """Measures norms and dot products per part, maxima of front, back and output, learning rates.
+    """Measures a step: norms and dot products of each part, and the learning rates.
+
+    It also measures max |gradient| of every parameter in the front, the back and the output, and
+    the range of the weights of every parameter in the front.
 
     It keeps a copy of the initial weights for `distance`, a copy of the previous gradients for
     `gradient_cosine` and, between `before_step` and `after_step`, the copies of `Updates`.

@@ -53,7 +53,7 @@ _ROWS = 60  # in a terminal, more parts than this are merged into layers
 
 
 def as_text(flow: "Flow", width: int | None = None) -> str:
-    """Return the last report as a table, the findings, and the first and last layers' ratios."""
+    """Return the last report as a table, the findings, and gradients of the first and last layers."""
     caution = [f"caution: {flow.caution}"] if flow.caution else []
     if not flow.reports:
         return "\n".join(map(plain, [f"{flow.model}: no step has been measured yet", *caution]))
@@ -260,7 +260,7 @@ layers has changed by a fraction of <strong>{{ depth.change }}</strong> on avera
 
 
 def page_of(flow: "Flow") -> str:
-    """Return the page as HTML: summary, findings, depth ratios, figures and numbers."""
+    """Return the HTML of `flow.html`: summary, findings, `DepthRatios`, figures and numbers."""
     key = _heat_key(flow)
     return render(
         _PAGE,

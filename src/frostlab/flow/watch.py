@@ -217,7 +217,7 @@ class LiveFlow(Flow):
             self._send(self.probe)
 
     def listening(self) -> AbstractContextManager[Any]:
-        """Return a context for the forward pass that measures attention without hooks."""
+        """Return a context that measures attention in a forward pass; see `Activity.listening`."""
         return self._activity.listening()
 
     @property

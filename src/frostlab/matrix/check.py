@@ -1,9 +1,10 @@
 """`--check`: find the data, build every model and take a few steps, without starting a run.
 
-It says how long the runs would take, how much memory and disk they need, and which cannot run. The
-time is that of steps, evaluations, the final report and checkpoints; each is measured on a few
-batches and extrapolated. The time to start a run, and that of the texts which a language model
-writes at the end of its run, are left out.
+`--check` is an option of `frostlab matrix` and `frostlab run`. It shows how long the runs would
+take, how much memory and disk they need, and which cannot run. The time is that of steps,
+evaluations during training, the final evaluation (the best weights on the report split) and
+checkpoints; each is measured on a few batches and extrapolated. Not included are the time to start
+a run, and the time in which a language model writes texts at the end of its run.
 """
 
 import gc
@@ -46,14 +47,14 @@ from frostlab.training.state import StageModel, Task, evaluation_batch
 from frostlab.training.step.eager import seed_step
 from frostlab.training.step.optimizer import optimizer_tensors
 from frostlab.training.tasks import TASKS
-from frostlab.training.treatment import wants_types
+from frostlab.training.treatment import treated_parts, wants_types
 
 _TIMED_STEPS = 3
 _TIMED_BATCHES = 2  # timed batches of an evaluation
 _TIMED_SECONDS = 0.5  # short work is repeated and timed for about this long
 _REPEATS = 50  # most repetitions of short work
 _WARM_UP_STEPS = 3  # the second step records the CUDA graph of a captured step
-_KEPT = 3  # checkpoints on the disk at once: the best, the newest two
+_KEPT = 3  # checkpoints on the disk at once: the best one and the newest two
 _RECORD_BYTES = 2_000_000  # smallest size of a run's files without checkpoints and events
 _BYTES_PER_STEP = 60  # that a step adds to events.jsonl
 
@@ -63,17 +64,17 @@ class Checked:
     """What one recipe needs; None marks what is not known."""
 
     id: str
-    runs: int  # the number of seeds, or 1
+    runs: int  # how many runs train with it
     problem: str | None = None  # why it cannot run
     parameters: int | None = None
     trainable: int | None = None
     steps: int | None = None
     step_seconds: float | None = None
     kind: str | None = None  # kind of step: eager, compiled or captured
-    seconds: float | None = None  # duration of one run: steps, evaluations, report and checkpoints
+    seconds: float | None = None  # duration of one run, without its start (see the module)
     evaluations: int | None = None  # during training; early stopping may leave some out
     evaluation_seconds: float | None = None  # duration of one evaluation
-    report_seconds: float | None = None  # duration of evaluating the best weights at the end
+    report_seconds: float | None = None  # duration of the final evaluation
     checkpoints: int | None = None  # largest possible number
     checkpoint_seconds: float | None = None  # to copy one checkpoint; a thread writes it later
     memory_estimated: int | None = None  # bytes at the peak of a step, by formula
@@ -175,7 +176,7 @@ def _timed(work: Callable[[], object], place: torch.device) -> float:
 def _evaluation_seconds(
     current: StageModel, recipe: Recipe, prepared: PreparedData, task: Task, compute: Compute
 ) -> tuple[float, float]:
-    """Time a few batches; return the seconds of an evaluation in training, and of the report."""
+    """Time a few batches; return the seconds of an evaluation in training, and of the final one."""
     batch = evaluation_batch(recipe, current.model)
 
     def tokens(name: str, most: int | None = None) -> int:
@@ -197,7 +198,10 @@ def _evaluation_seconds(
 
 
 def _decoded(signals: Signals) -> int:
-    """Return how many samples the report of an EEG run decodes: windows that overlap by half."""
+    """Return how many samples of EEG the final evaluation decodes, in windows that overlap by half.
+
+    It scores whole recordings in this way, in addition to the windows of the report split.
+    """
     from frostlab.envelopes.correlation import window_starts  # imports scipy
     from frostlab.training.eeg_report import reported
 
@@ -228,7 +232,7 @@ def _counts(recipe: Recipe, prepared: PreparedData, stages: Sequence[Stage]) -> 
 
 
 def _largest_batches(feed: Feed) -> list[Any]:
-    """Return the largest, by tokens, of the first epoch's first 64 batches, and the first two."""
+    """Return the largest (by tokens) of the first epoch's first 64 batches, and the first two."""
     order = feed.order(0)
     some = order[:64]
     largest = max(some, key=feed.examples.tokens_read)
@@ -239,7 +243,7 @@ def estimate_memory(recipe: Recipe) -> int | None:
     """Estimate the peak GPU memory of a run from its recipe alone; None if that is not possible."""
     try:
         model, _ = recipe_blueprint(recipe)
-        parts = anatomy(model)
+        parts = treated_parts(model, recipe)
     except FrostlabError:
         return None
     value_bytes = 4 if recipe.train.precision == "float32" else 2
@@ -282,7 +286,10 @@ def check_recipes(
     devices: Sequence[str] = ("auto",),
     say: Callable[[str], None] = lambda line: None,
 ) -> Verdict:
-    """Check recipes, each with its name and number of runs, on the first of the devices."""
+    """Check recipes, each with its name and number of runs, on the first of the devices.
+
+    The total time assumes that one run trains on each of the devices at a time.
+    """
     checked = []
     for number, (name, recipe, count) in enumerate(recipes, 1):
         say(f"checking {number} of {len(recipes)}: {name}")
@@ -323,7 +330,7 @@ def _parts(verdict: Verdict) -> str:
     parts = {
         "steps": [(e.steps or 0) * (e.step_seconds or 0.0) for e in entries],
         "evaluations": [(e.evaluations or 0) * (e.evaluation_seconds or 0.0) for e in entries],
-        "reports": [e.report_seconds or 0.0 for e in entries],
+        "final evaluations": [e.report_seconds or 0.0 for e in entries],
         "checkpoints": [(e.checkpoints or 0) * (e.checkpoint_seconds or 0.0) for e in entries],
     }
     counts = [entry.runs / verdict.at_once for entry in entries]

@@ -1,8 +1,10 @@
 """The driver of a matrix: the one process that works through the queue of a folder of runs.
 
-It writes the plan first, then runs what is not done, answers requests that other programs leave in
-the matrix's folder, and writes down where it stands. If it is killed, the same command goes on:
-finished runs are not repeated, and unfinished ones continue from their last checkpoint.
+It first writes the plan (matrix.json), which lists the runs. Then it trains the runs that are not
+done, answers requests that other programs leave in the matrix's folder (to stop or to add runs),
+and keeps state.json up to date, which `frostlab status` shows. If it is killed, the command that
+started it continues the matrix: finished runs are not repeated, and unfinished ones continue from
+their last checkpoint.
 """
 
 import os
@@ -37,8 +39,8 @@ from frostlab.text import counted, hms, plain
 from frostlab.training.loop import interruptions
 from frostlab.typed import read
 
-_STATE_SECONDS = 0.5  # the least time between two writings of the state
-_LONGEST_SECONDS = 5.0  # the most time between two: a recent state shows that it is alive
+_STATE_SECONDS = 0.5  # the least time between two writings of state.json
+_LONGEST_SECONDS = 5.0  # the most time between two, even if only `updated` changes
 _PLAN_SECONDS = 2.0  # time between two checks whether the plan's file has changed
 _NOTIFY_SECONDS = 60.0  # the most time that the command of --notify may take
 _FAILED = ("failed", "crashed", "refused", "blocked")
@@ -60,14 +62,14 @@ class Ends:
 
     @property
     def status(self) -> str:
-        """One word for the matrix."""
+        """How the matrix ended: stopped, failed (if `failed` is not 0) or finished."""
         return "stopped" if self.stopped else "failed" if self.failed else "finished"
 
 
 def check_notify(command: str | None) -> None:
-    """Refuse a command of --notify that cannot be split or started.
+    """Refuse a command of --notify that cannot be split into words, or whose program is missing.
 
-    In braces, it may only have {name} and {status}.
+    The command may contain {name} and {status}, but no other braces.
     """
     if command is not None:
         try:
@@ -84,9 +86,9 @@ def check_notify(command: str | None) -> None:
 
 
 def prepare_matrix(plan: MatrixPlan, folder: MatrixFolder) -> tuple[MatrixPlan, list[Task]]:
-    """Return a plan merged with the stored one, and its tasks that are not done.
+    """Return the plan, merged with the stored one if there is one, and its tasks that are not done.
 
-    Runs of other recipes in the folders of the plan are refused.
+    BadInput is raised if the folder of a planned run holds a run of another recipe.
     """
     if folder.has_plan():
         plan, _ = merged(folder.plan(), plan)
@@ -112,11 +114,12 @@ def drive(
     """Carry out a plan, or continue it; return how its runs ended.
 
     Args:
-        notify: a command that is started when a run fails or diverges and when the matrix ends,
-            with {name} and {status} replaced.
+        notify: a command that is started when a run fails or diverges and when the matrix ends;
+            {name} and {status} in it are replaced by those of the run or the matrix.
         memory: bytes of GPU memory that the largest run needs, if that is known.
     """
-    folder = MatrixFolder(folder.runs.resolve(), folder.name)  # absolute, for other machines
+    # An absolute path is needed where runs train on other machines.
+    folder = MatrixFolder(folder.runs.resolve(), folder.name)
     with driving(folder):
         plan, left = prepare_matrix(plan, folder)
         try:
@@ -185,7 +188,7 @@ class _Driver:
         return ends
 
     def _say_diverged(self, left: set[str]) -> None:
-        """Name the runs that an earlier call saw diverge: the same seed would diverge again."""
+        """Say which runs diverged in an earlier call; their seeds would diverge again."""
         for run in self._plan.runs:
             path = self._folder.runs / run.name
             if run.missing is None and run.name not in left and _status(path) == "diverged":
@@ -211,7 +214,7 @@ class _Driver:
         waiting = len(self._queue.waiting) + len(self._queue.executor.running())
         passed = time.time() - self._began
         text = outcome.text if outcome.kind == "finished" else f"{outcome.kind}: {outcome.text}"
-        # without the hint at --resume, because the matrix's own command continues the run
+        # The text of a stopped run mentions `--resume`, but here the matrix's command continues it.
         text = "stopped" if outcome.kind == "stopped" else text
         self._say(
             f"run {count} of {count + waiting}  {task.about}  {text}  "
@@ -291,7 +294,11 @@ class _Driver:
         return None
 
     def _write_state(self, status: str, last: bool = False) -> None:
-        """Write the state if it has changed, but not too often; a full disk is no error here."""
+        """Write state.json if the state has changed or the last writing was long ago.
+
+        It is not written more often than every `_STATE_SECONDS`, except with `last`. If it cannot
+        be written, for instance because the disk is full, the driver goes on.
+        """
         now = time.monotonic()
         if not last and now - self._written < _STATE_SECONDS:
             return
@@ -329,7 +336,7 @@ class _Driver:
         return Ends(dict(counts), stopped, time.time() - self._began)
 
     def _notify(self, name: str, status: str) -> None:
-        """Start the command of --notify; a problem with it is shown, and changes nothing."""
+        """Start the command of --notify; if it fails, show the error and go on."""
         if self._notify_command is None:
             return
         parts = [

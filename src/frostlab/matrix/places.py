@@ -1,4 +1,7 @@
-"""Where runs train: this machine's devices, a Ray cluster or Slurm; and the executor for it."""
+"""The choice where runs train (on this machine's devices, on a Ray cluster or through Slurm).
+
+`executor_in` returns the executor for a choice: the object that starts runs there.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -54,7 +57,7 @@ class Places:
         free_devices(names, self.devices is not None, self.when_idle)
 
     def for_one_run(self) -> "Places":
-        """Return the choice for runs that must not share anything: the first device alone."""
+        """Return the choice for runs that are timed one at a time: the first device alone."""
         return Places(self.first_device())
 
     def first_device(self) -> str:
@@ -64,11 +67,11 @@ class Places:
 
 @dataclass(frozen=True)
 class Opened:
-    """An executor, and a description of it for the user."""
+    """An executor, and facts about it for the user."""
 
     executor: Executor
-    about: str
-    at_once: int
+    about: str  # a description, such as cuda:0, cuda:1
+    at_once: int  # how many runs can train at the same time
 
 
 @contextmanager
@@ -84,7 +87,8 @@ def executor_in(
 
     Args:
         logs: a folder for the output of every run; Slurm's files are next to it.
-        memory: bytes of GPU memory that the largest run needs, if that is known.
+        memory: bytes of GPU memory that the largest run needs, if that is known; if `per_device`
+            is auto, it limits the number of runs that share a device.
     """
     if places.ray is not None:
         from frostlab.matrix.ray_tasks import RayTasks
@@ -107,7 +111,7 @@ def executor_in(
             service = stack.enter_context(multi_process_service())
             refusal = service.refusal or used_by_cuda(service.variables)
             mps = None if refusal else service.variables
-            say(f"CUDA MPS is not used: {refusal}" if refusal else "CUDA MPS shares the GPUs")
+            say(f"CUDA MPS is not used: {refusal}" if refusal else "runs share GPUs with CUDA MPS")
         slots = make_slots(names, per_device, memory=memory, mps=mps)
         usable = IdleDevices() if places.when_idle else _any_device
         at_once = sum(slot.at_once for slot in slots)

@@ -1,4 +1,4 @@
-"""Plans of matrices: from a group of experiments, or from a YAML file of one's own.
+"""Plans of matrices: from a group of experiments, or from a user's YAML file.
 
 The file of a matrix names recipes, treatments, settings and seeds; every combination is a run:
 
@@ -86,7 +86,8 @@ def matrix_plan(
 
     Args:
         source: the name of a shipped group, or a YAML file of a group or a matrix.
-        seeds: the seeds of every recipe; None: the file's, or each recipe's own.
+        seeds: the seeds of every recipe; None: those of the file or, for a group, each recipe's
+            own seed.
         settings: settings that are changed in every recipe; `scale` is one of them.
         only: ids of the recipes to run; all if it is empty.
         stand_in: a function that replaces the missing parts of a recipe by stand-ins.
@@ -114,7 +115,7 @@ def _variants(
         if source not in group_names():
             raise BadInput(
                 f"no group is called {shown(source)}{nearest(source, group_names())} (there are "
-                f"{', '.join(group_names())}); a matrix of one's own is a .yaml file"
+                f"{', '.join(group_names())}); a matrix of your own is a .yaml file"
             )
         return source, _of_group(load_group(source), settings), None
     path = Path(source)
@@ -160,7 +161,11 @@ def matrix_from(values: dict[str, Any], label: str) -> MatrixFile:
 
 
 def _of_group(group: Group, settings: dict[str, Any]) -> list[_Variant]:
-    """Return the experiments of a group, with the first arm of a comparison as baseline."""
+    """Return the experiments of a group, each with its baseline.
+
+    For a further arm of a published comparison, the baseline is the comparison's first arm. For any
+    other treated experiment, it is the first untreated one on the same data, if there is one.
+    """
     if not group.experiments:
         raise BadInput(f"{group.name} has no experiments of its own; use `frostlab compare` for it")
     baselines: dict[str, str] = {}
@@ -169,7 +174,7 @@ def _of_group(group: Group, settings: dict[str, Any]) -> list[_Variant]:
         for arm in others:
             baselines.setdefault(arm, first)
     recipes = {name: group.recipe(name, settings) for name in group.experiments}
-    for name, recipe in recipes.items():  # an optional one may be in no comparison
+    for name, recipe in recipes.items():
         if name not in baselines and not _is_untreated(recipe):
             same = [
                 other for other, facts in recipes.items()
@@ -217,7 +222,7 @@ def _with_baselines(variants: Sequence[_Variant]) -> Iterator[_Variant]:
 
 
 def _apart(recipe: Recipe) -> str:
-    """Return a digest of a recipe without its treatment."""
+    """Return a digest of everything in a recipe except its treatment."""
     return digest_of({**recipe.to_dict(), "treatment": None, "about": None})
 
 
@@ -226,7 +231,7 @@ def _is_untreated(recipe: Recipe) -> bool:
 
 
 def _label(settings: Mapping[str, Any]) -> str:
-    """Return settings as a part of a name, such as `@lr=0.001`."""
+    """Return settings as a part of a run's name, such as `@lr=0.001`."""
     label = "".join(f"@{key.rpartition('.')[2]}={_text(value)}" for key, value in settings.items())
     return check_name(label, "the settings' name") if label else ""
 
@@ -287,7 +292,10 @@ def _run_name(variant: _Variant) -> str:
 
 
 def in_order(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Sort runs: one data set after another; in each, required ones first, and baselines first."""
+    """Sort runs: one data set after another; in each, required runs before optional ones.
+
+    Among the required runs of a data set, and among the optional ones, baselines come first.
+    """
     data = {name: place for place, name in enumerate(dict.fromkeys(run.data for run in runs))}
 
     def place(run: PlannedRun) -> tuple[int, bool, bool]:
@@ -336,9 +344,9 @@ def recipes_of(plan: MatrixPlan) -> list[tuple[str, Recipe, int]]:
 
 
 def merged(old: MatrixPlan, new: MatrixPlan) -> tuple[MatrixPlan, list[PlannedRun]]:
-    """Return a plan with the runs of both, and the runs that only the new one has.
+    """Return a plan with the runs of both plans, and the runs that only the new plan has.
 
-    A run that both have must have the same recipe.
+    A run that both plans have must have the same recipe in both, or BadInput is raised.
     """
     known = {run.name: run for run in old.runs}
     added: list[PlannedRun] = []

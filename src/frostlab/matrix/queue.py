@@ -1,8 +1,8 @@
-"""The queue of runs: it starts tasks on an executor, retries crashes, and waits on a full disk.
+"""The queue of runs: it starts tasks on an executor, retries crashes, and waits if a disk is full.
 
-An executor knows how to run tasks somewhere: in this process, in warm workers on this machine's
-devices, on a Ray cluster or through Slurm. The queue decides which task is next, and whether
-one that did not finish is tried again. Comparisons and matrices use this one queue.
+A task is one training run. An executor runs tasks somewhere: in this process, in worker processes
+on this machine's devices, on a Ray cluster or through Slurm. The queue decides which task is next,
+and whether one that did not finish is tried again. Comparisons and matrices use this one queue.
 """
 
 import time
@@ -75,9 +75,10 @@ class Queue:
         self._next_probe = 0.0
 
     def outcomes(self, tasks: Sequence[Task]) -> Generator[Ended, None, None]:
-        """Yield each task with its last outcome when it ends; after a stop, skip tasks that wait.
+        """Yield each task with its last outcome when it ends.
 
-        A second signal raises KeyboardInterrupt, and the running tasks are killed.
+        After a request to stop, running tasks are asked to end, and tasks that wait are skipped. A
+        second signal raises KeyboardInterrupt, and the running tasks are killed.
         """
         self.waiting += tasks
         stopping, done = False, False
@@ -136,18 +137,18 @@ class Queue:
             if self._blocked[task.path] >= _MOST_BLOCKED:
                 return True
             if self.disk is None:
-                self._say(f"{task.about}: {outcome.text}; the runs wait until it can be written")
+                self._say(f"{task.about}: {outcome.text}; runs wait until the disk can be written")
             self.disk = outcome.text
             self._next_probe = time.monotonic() + _POLL_SECONDS
         elif outcome.kind == "crashed":
             self._crashes[task.path] += 1
             if self._crashes[task.path] >= _ATTEMPTS:
                 return True
-            self._say(f"{task.about}: {outcome.text}; it is tried once more")
+            self._say(f"{task.about}: {outcome.text}; the run is tried once more")
         elif outcome.kind != "lost":
             return True
         else:
-            self._say(f"{task.about}: {outcome.text}; it goes on elsewhere")
+            self._say(f"{task.about}: {outcome.text}; the run goes on elsewhere")
         self.waiting.insert(0, task)
         return False
 
@@ -156,7 +157,7 @@ class Queue:
         self.waiting += tasks
 
     def drop(self, path: Path) -> bool:
-        """Stop a task that runs, or forget one that waits; return whether there was one."""
+        """Stop a task that runs, or forget one that waits; return False if it does neither."""
         for task in self.waiting:
             if task.path == path:
                 self.waiting.remove(task)

@@ -1,10 +1,11 @@
-"""An executor on a Ray cluster: every run is a task with its GPU and CPU needs.
+"""An executor on a Ray cluster: every run is a Ray task that needs one CPU and perhaps a GPU.
 
-The code and the recipe are shipped; data are found by name on the node. A run writes to a folder of
-its node, and a thread sends what has changed to an actor on the driver's node, which writes it into
-the folder of runs, in an order in which the copy can always be resumed: new files, of which the
-result is the last, and then the removal of old ones. If a node dies, its runs start elsewhere from
-the last checkpoint that arrived.
+The code and the recipe are sent to a run's node; the data are looked for there, in the same folder
+as here or else where FROSTLAB_DATA says. A run writes to a temporary folder of its node, and a
+thread sends what has changed to an actor on the driver's node (the driver is the process that works
+through the queue). The actor writes it into the folder of runs: first new files, with result.json
+as the last, and then it removes old files. In this order, the copy can be resumed whenever the node
+dies: its runs start elsewhere from the last checkpoint that arrived.
 """
 
 import importlib
@@ -33,7 +34,9 @@ from frostlab.records.index import EVENTS, LOCK, RESULT
 from frostlab.storage import path_inside
 from frostlab.training.progress import Display, Lines
 
-_JOIN = "run `ray start --address=HEAD:PORT` here first, or start frostlab on one of its machines"
+_JOIN = (
+    "run `ray start --address=HEAD:PORT` here first, or start frostlab on a machine of the cluster"
+)
 _ALIVE = 0  # Ray's number for the state of a live node
 _NO_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # a frame of HTTP/2 without any settings
 _CONNECT_SECONDS = 5.0  # how long to wait for the cluster's head
@@ -88,8 +91,9 @@ def _speaks_http2(connection: socket.socket) -> bool:
 
 
 def _addresses_of_nodes(address: str) -> set[str] | None:
-    """Return the addresses of a cluster's machines; None if it does not tell."""
-    with suppress(Exception):  # not part of Ray's public interface; ray.init asks again
+    """Return the addresses of a cluster's machines; None if the cluster cannot be asked."""
+    # This class is not part of Ray's public interface; if it fails, ray.init shows the problem.
+    with suppress(Exception):
         raylet: Any = importlib.import_module("ray._raylet")
         nodes = raylet.GcsClient(address=address).get_all_node_info(timeout=_CONNECT_SECONDS)
         return {node.node_manager_address for node in nodes.values() if node.state == _ALIVE}
@@ -105,7 +109,7 @@ def _own_addresses() -> set[str]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a file, or its removal."""
+    """A part of a file to write, or the removal of a file."""
 
     name: str  # path inside the run's folder
     data: bytes | None  # None: the file was removed
@@ -115,14 +119,14 @@ class Piece:
 
 
 class Sender:
-    """The changes of a folder since the last look."""
+    """Finds what has changed in a folder since the last call of `changes`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._sent: dict[str, Signature] = {}
 
     def skip_present(self) -> None:
-        """Take the present files as sent; the other side has them."""
+        """Count the present files as sent, because the other side has them."""
         self._sent = self._signatures()
 
     def changes(self) -> Iterator[Piece]:
@@ -169,7 +173,10 @@ class Receiver:
         self._folder = folder
 
     def apply(self, piece: Piece) -> None:
-        """Write a piece; a file that does not grow gets its name when it is complete."""
+        """Write a piece.
+
+        A file is written under a temporary name until it is complete, unless the piece is appended.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         path = path_inside(self._folder, *piece.name.split("/"))
         if piece.data is None:
@@ -230,9 +237,12 @@ class _Store:
 def _train(
     task: Task, pieces: list[Piece], data_dir: Path | None, log: str, store: Any, at_once: int
 ) -> Outcome:
-    """Train a run on a node, in a folder of its own that is mirrored to the driver's.
+    """Train a run on a node, in a temporary folder that is copied to the driver's node all along.
 
-    `at_once` is how many runs the node may train at the same time on one device.
+    Args:
+        pieces: the content of the run's folder so far.
+        log: path of the run's log on the driver's node.
+        at_once: how many runs the node may train at the same time on one device.
     """
     os.environ[AT_ONCE] = str(at_once)
     ray = require("ray", "ray", "--ray")
@@ -258,7 +268,7 @@ def _train(
 
     def follow() -> None:
         while not ended.wait(_SEND_SECONDS):
-            with suppress(Exception):  # the last sending reports a store that cannot be written
+            with suppress(Exception):  # a lasting problem is raised by the call after the run
                 send()
 
     thread = threading.Thread(target=follow, daemon=True)
@@ -316,7 +326,7 @@ class RayTasks:
         self._capacity = self._gpus or max(1, int(resources.get("CPU", 1)))
         nodes = [entry["Resources"] for entry in self._ray.nodes() if entry["Alive"]]
         largest = max((int(node.get("CPU", 1)) for node in nodes), default=1)
-        self._shared = 1 if self._gpus else max(1, largest)  # runs that may share a node's CPU
+        self._shared = 1 if self._gpus else max(1, largest)  # most runs that share a node's device
         with suppress(Exception):  # a busy actor; the next look asks again
             self._nodes = self._ray.get(self._store.nodes.remote(), timeout=_LOOK_SECONDS)
         self._looked = time.monotonic()
@@ -354,7 +364,11 @@ class RayTasks:
         return ended
 
     def _problem(self, task: Task, error: Exception) -> Outcome:
-        """Return whether a run's node has died, or only its process, or whether it failed."""
+        """Return the outcome of a run whose Ray task has raised an error.
+
+        It is "failed" if the run itself raised it, "lost" if its node has died, and "crashed" if
+        only its process has died.
+        """
         errors = self._ray.exceptions
         if isinstance(error, errors.RayTaskError):
             return Outcome("failed", first_line(error.cause if error.cause else error))

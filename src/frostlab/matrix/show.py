@@ -1,4 +1,7 @@
-"""The state of a matrix as a table: on a terminal, live or once, and the overview in Markdown."""
+"""The state of a matrix as a table of runs for the terminal, and the overview in Markdown.
+
+The overview has a row for each experiment or arm, with the mean over its seeds.
+"""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -11,7 +14,7 @@ from frostlab.text import NONE, counted, hms, markdown, number, plain
 if TYPE_CHECKING:
     from rich.console import Group
 
-_UNTREATED = ("none", "baseline")  # methods that are baselines of others
+_UNTREATED = ("none", "baseline")  # names of the treatment that changes nothing
 HEAD = ("phase", "id", "data", "method", "total", "step", "gap to baseline", "status")
 _STYLES = {
     "running": "cyan", "pending": "dim", "finished": "green", "waiting": "dim", "stopped": "yellow",
@@ -30,7 +33,8 @@ class OverviewRow:
     data: str
     method: str  # name of the treatment
     total_seconds: float | None = None  # mean over whole runs
-    step_seconds: float | None = None  # of steps that the arms took in turn, else of whole runs
+    # of steps that the arms took in turn; if there are none, of the steps of whole runs
+    step_seconds: float | None = None
     gap: str | None = None  # effect on the metric with its interval and verdict, or `baseline`
     status: str = "not run"
 
@@ -49,8 +53,8 @@ def overview_table(rows: Iterable[OverviewRow]) -> str:
 def overview_rows(status: MatrixStatus) -> list[OverviewRow]:
     """Return one row for every experiment of a matrix, over its seeds.
 
-    Times are the means of runs that had their device to themselves; None if there are none. Then
-    the status says if a run shared its device.
+    Times are the means of finished runs that had their device to themselves. If there are none, the
+    times are None, and the status says so if a run shared its device.
     """
     by_name = {row.name: row for row in status.runs}
     by_id: dict[str, list[RunStatus]] = {}
@@ -82,7 +86,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _gap(runs: Sequence[RunStatus], by_name: dict[str, RunStatus]) -> str | None:
-    """Return the mean difference from the baseline of the same seed; no verdict follows from it."""
+    """Return the mean difference from the baseline of the same seed, without a verdict."""
     if all(row.baseline is None for row in runs):
         named = {row.baseline for row in by_name.values()}
         is_baseline = any(row.method in _UNTREATED or row.name in named for row in runs)

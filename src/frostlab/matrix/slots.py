@@ -1,4 +1,4 @@
-"""The devices of a queue: which there are, which others use, and how many runs share one."""
+"""This machine's devices: which exist, which other programs use, and how many runs share one."""
 
 import os
 import time
@@ -16,24 +16,24 @@ _MOST_AT_ONCE = 256
 # many more start or end meanwhile. Only the 5 was measured (docs/measurements.md).
 _TRAINING, _TRAINING_WITH_MPS, _STARTING = 1, 5, 2
 _MEMORY_SHARE = 0.9  # share of the free memory that the runs of a device may use together
-_USED_BYTES = 1 << 30  # a GPU with more memory in use than this is taken
+_USED_BYTES = 1 << 30  # a GPU with more memory in use than this counts as used by another program
 _IDLE_SECONDS = 10.0  # time between two checks whether a GPU is idle
 _MPS_SERVER = "nvidia-cuda-mps"  # MPS's server process, which does not count as a user
 
 
 @dataclass(frozen=True)
 class GpuUse:
-    """What a GPU's driver says about its use."""
+    """How a GPU is used, according to NVIDIA's driver."""
 
     memory_used: int  # bytes, by all processes
     memory_total: int
     utilisation: float  # percent
-    ours: bool  # whether used memory may be that of this program or of MPS's server
-    others: tuple[int, ...]  # further processes that use it
+    ours: bool  # whether some of the memory may be used by this program or by MPS's server
+    others: tuple[int, ...]  # ids of all other processes that use the GPU
 
 
 def gpu_use(device: str) -> GpuUse | None:
-    """Return how a GPU is used now; None if it cannot be asked."""
+    """Return how a GPU is used now; None if the driver cannot be asked."""
     try:
         gpu = Gpu(wanted_gpu(device))
         memory = gpu.ask("nvmlDeviceGetMemoryInfo")
@@ -62,7 +62,7 @@ def _is_ours(pid: int) -> bool:
 
 
 def _has_children() -> bool:
-    """Return whether this program has workers, whose memory the driver may count as used."""
+    """Return whether this program has worker processes; their memory counts as used, too."""
     import multiprocessing
 
     return bool(multiprocessing.active_children())
@@ -103,9 +103,10 @@ def parse_devices(text: str | None) -> list[str]:
 
 
 def free_devices(names: Sequence[str], chosen: bool, when_idle: bool) -> list[str]:
-    """Return the devices that no other program uses; refuse a chosen one that is taken.
+    """Return the devices that no other program uses.
 
-    With `when_idle`, all are returned, because the queue waits for them.
+    If the user has `chosen` the devices, BadInput is raised for one that is in use. With
+    `when_idle`, all are returned, because the queue waits for them.
     """
     if when_idle:
         return list(names)
@@ -128,12 +129,15 @@ def taken_by(device: str) -> str | None:
     used = f"{use.memory_used / 1e9:.1f} GB"
     if use.others:
         return f"by process {', '.join(map(str, use.others[:3]))}, {used}"
-    # Inside a container, the driver lists no processes of others.
+    # Inside a container, NVIDIA's driver does not list processes that run outside it.
     return None if use.ours or use.memory_used <= _USED_BYTES else f"{used} of its memory"
 
 
 class IdleDevices:
-    """A function that returns whether no other program uses a device; it asks now and then."""
+    """A function that returns whether no other program uses a device.
+
+    It asks NVIDIA's driver at most every `_IDLE_SECONDS`, and otherwise returns the last answer.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, bool]] = {}
@@ -168,8 +172,8 @@ def make_slots(
     """Return a slot for each device: the device, and how many runs may train on it at once.
 
     Args:
-        per_device: runs at the same time on each; None: as many as measurements advise.
-        memory: bytes that the largest run needs, if that is known; it limits the choice.
+        per_device: runs at the same time on each; None: as many as `advised` returns.
+        memory: bytes that the largest run needs, if that is known; `advised` uses it.
         mps: the variables by which workers find CUDA MPS; None: it is not used.
     """
     slots = []
@@ -182,7 +186,8 @@ def make_slots(
     on_gpus = sum(slot.at_once for slot in slots if slot.device != "cpu")
     if on_gpus < 2 or "OMP_NUM_THREADS" in os.environ:
         return slots
-    # On the CPU itself, the number of threads would change the digits of results.
+    # Runs on the CPU keep their threads, because the number of threads changes the last digits of
+    # results there.
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // on_gpus))}
     return [
         slot if slot.device == "cpu" else replace(slot, variables={**slot.variables, **threads})

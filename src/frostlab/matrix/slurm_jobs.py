@@ -1,4 +1,4 @@
-"""An executor on Slurm, through submitit: runs are the elements of array jobs.
+"""An executor on Slurm, through submitit: every run is one job of an array job.
 
 Shortly before its time limit, a job's run stops with a checkpoint, and the job is requeued and goes
 on from there. The folder of runs must be on a file system that the nodes share. States are read
@@ -100,7 +100,7 @@ def check_options(text: str) -> None:
         )
     partition = options.get("partition")
     if shutil.which("sbatch") is None:
-        raise BadInput("--slurm: sbatch is not installed here; start it on a login node of Slurm")
+        raise BadInput("--slurm: sbatch is not installed here; run frostlab on a Slurm login node")
     partitions = _ask("sinfo", "--noheader", "--format=%R").split()
     if partition is not None and partition not in partitions:
         hint = nearest(partition, partitions) or f"; there are {', '.join(partitions)}"
@@ -122,8 +122,9 @@ def _ask(*command: str) -> str:
 def warning_seconds(minutes: int) -> int:
     """Return how long before the time limit Slurm should send its signal, by default.
 
-    Slurm looks at its jobs twice a minute, so that a signal may come half a minute too early; at
-    the start of a short job, it would kill a Python that is still importing.
+    It is a sixth of the limit, but at least 10 s and at most 90 s. Short jobs get a late signal,
+    because Slurm looks at its jobs only twice a minute: the signal may come half a minute too
+    early, and would kill Python if it is still importing.
     """
     least, most = _WARNING_SECONDS
     return max(least, min(most, 60 * minutes // 6))
@@ -162,9 +163,10 @@ class SlurmRun:
     def _stop_first(
         self, requeue: Callable[[int, FrameType | None], Any], announced: threading.Event
     ) -> Callable[[int, FrameType | None], None]:
-        """Return a handler that lets the run write a checkpoint; if that takes long, it requeues.
+        """Return a handler that lets the run write a checkpoint before the job is requeued.
 
-        A requeued job is killed at once, so that the checkpoint must come first.
+        The checkpoint must come first, because a requeued job is killed at once. If it takes longer
+        than `grace`, the job is requeued without it.
         """
 
         def handle(number: int, frame: FrameType | None) -> None:
@@ -188,8 +190,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 class SlurmJobs:
     """An executor whose tasks are jobs of Slurm.
 
-    A job that an earlier driver has submitted is found again by its number, which is kept in a
-    folder next to the logs.
+    A job that an earlier call has submitted is found again by its number, which is kept in a folder
+    next to the logs.
     """
 
     def __init__(self, options: str, data_dir: Path | None, logs: Path) -> None:
@@ -229,7 +231,7 @@ class SlurmJobs:
         return _MOST_JOBS - len(self._tasks)
 
     def start(self, task: Task) -> None:
-        """Keep a task for the next array job, unless an earlier job of it still lives."""
+        """Keep a task for the next array job, unless an earlier job still trains the same run."""
         task = replace(task, path=task.path.resolve())
         self._tasks[task.path] = task
         self._look()
@@ -291,7 +293,7 @@ class SlurmJobs:
         return ended
 
     def _ended(self, task: Task) -> Outcome | None:
-        """Return how a job ended; None if it lives."""
+        """Return how a task's job ended; None if it has not ended."""
         path, number = self._outcome(task), self._jobs[task.path]
         job = self._states.get(number)
         state = "UNKNOWN" if job is None else job.state
@@ -334,7 +336,7 @@ class SlurmJobs:
             _ask("scancel", *([] if waits else ["--signal=TERM"]), number)
 
     def close(self, kill: bool = False) -> None:
-        """Cancel what still runs, if asked to; otherwise nothing runs any more."""
+        """Cancel all jobs if `kill`; without it, all jobs have ended."""
         if kill:
             for number in self._jobs.values():
                 _ask("scancel", number)

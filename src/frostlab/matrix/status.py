@@ -1,7 +1,8 @@
-"""Where the runs of a matrix, or of a folder of runs, stand. It imports no torch, to be fast.
+"""Where the runs of a matrix, or of a folder of runs, stand.
 
-A run's own record says most of it; the driver of a matrix adds what only it knows, such as the
-device, and why a run has failed before it had a record.
+Most facts come from a run's own record. Others, such as the device, and why a run failed before it
+had a record, come from state.json, which the driver (the process that works through the queue)
+writes. This module does not import torch, so that `frostlab status` is fast.
 """
 
 import socket
@@ -44,7 +45,7 @@ class RunStatus:
     steps: int | None = None
     loss: float | None = None
     metric: str | None = None
-    value: float | None = None  # reported value or, of an unfinished run, the best so far
+    value: float | None = None  # on the report split or, of an unfinished run, the best so far
     steps_per_second: float | None = None
     seconds_left: float | None = None
     total_seconds: float | None = None
@@ -70,8 +71,8 @@ class MatrixStatus:
 
     name: str | None  # None: the folder has no matrix
     status: str  # of the driver; "no matrix" without one
-    places: str | None
-    note: str | None
+    places: str | None  # the devices, or the cluster
+    note: str | None  # why no run is started, such as a full disk
     runs: list[RunStatus]
     counts: dict[str, int]  # state → number of runs
     gpus: list[GpuStatus]
@@ -84,9 +85,9 @@ class MatrixStatus:
 
 
 def read_status(runs: Path, name: str | None = None) -> MatrixStatus:
-    """Return where a matrix stands: of this name, or else the live one, or else the newest.
+    """Return where the matrix `name` stands; None: the live matrix, or else the newest.
 
-    Without any matrix, all runs in the folder are returned.
+    If the folder has no matrix, the status of all its runs is returned.
     """
     matrix = find_matrix(runs, name)
     summaries = {run.name: run for run in (list_runs(runs) if runs.is_dir() else ())}
@@ -146,7 +147,7 @@ def _with_driver(row: RunStatus, known: RunState | None, state: DriverState | No
         return row
     live = state is not None and state.status in ("running", "waiting", "stopping")
     if known is None:
-        # The driver tries a run again that an earlier call has left stopped or failed.
+        # The driver tries runs again that were stopped or failed in an earlier call.
         again = live and row.state in ("stopped", "failed")
         return replace(row, state="waiting", error=None) if again else row
     return replace(row, state=known.state, place=known.place, error=known.error)
@@ -169,7 +170,7 @@ def _with_progress(row: RunStatus, runs: Path) -> RunStatus:
 
 
 def _progress(path: Path) -> tuple[int | None, int | None, float | None, float | None]:
-    """Return the last step, the most steps, the last loss and the steps per second of a run."""
+    """Return a run's last step, its largest possible step, last loss and steps per second."""
     step = steps = loss = speed = None
     for line in lines_backwards(path):
         # After the last loss, only the stage is looked for: a long run has many steps to parse.
@@ -219,7 +220,10 @@ def _whole(
 
 
 def _seconds_left(rows: Sequence[RunStatus], at_once: int) -> float | None:
-    """Estimate the rest from the mean time of the runs that have ended, and of those that run."""
+    """Estimate the seconds left for all runs.
+
+    A run that waits is expected to take the mean time of the runs that have ended or are running.
+    """
     durations = [row.total_seconds for row in rows if row.state in ENDED and row.total_seconds]
     running = [row for row in rows if row.state == "running"]
     for row in running:

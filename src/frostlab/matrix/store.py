@@ -115,7 +115,7 @@ class MatrixFolder:
 
     @property
     def plan_path(self) -> Path:
-        """The file of the plan; it is not called plan.json, as the plan of a comparison is."""
+        """The path of the plan; a comparison's plan has another name, plan.json."""
         return self.path / _PLAN
 
     def plan(self) -> MatrixPlan:
@@ -214,9 +214,9 @@ def find_matrix(runs: Path, name: str | None = None) -> MatrixFolder | None:
 
 
 def find_log(runs: Path, name: str, wait: bool = False) -> Path:
-    """Return the newest log of a run, by its name or an unambiguous beginning of it.
+    """Return the path of a run's newest log, by the run's name or an unambiguous beginning of it.
 
-    With `wait`, the log may not exist yet, if a matrix plans the run.
+    With `wait`, the path is also returned if a matrix plans the run but has not written a log yet.
     """
     logs = sorted((runs / MATRICES).glob(f"*/{_LOGS}/*.log"), key=_modified)
     paths, planned = {path.stem: path for path in logs}, dict[str, Path]()
@@ -265,12 +265,12 @@ def holder_of(runs: Path) -> Holder | None:
 
 @contextmanager
 def driving(folder: MatrixFolder) -> Iterator[None]:
-    """Hold the lock of a folder of runs; refuse it if another matrix runs there."""
+    """Hold the lock of a folder of runs; raise BadInput if another matrix runs there."""
     parent = folder.runs / MATRICES
     try:
         parent.mkdir(parents=True, exist_ok=True)
         lock = Lock(parent / _LOCK)
-        locked = lock.acquire(seconds=0.5)  # a look at the lock may hold it for a moment
+        locked = lock.acquire(seconds=0.5)  # a program that checks the lock holds it for a moment
     except OSError as error:
         raise BadInput(f"{parent} cannot be written ({error.strerror})") from None
     if not locked:

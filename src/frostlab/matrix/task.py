@@ -19,7 +19,7 @@ from frostlab.text import number
 if TYPE_CHECKING:
     from frostlab.training.progress import Display
 
-# blocked: the disk is full or read-only; crashed: the process died; lost: its machine did;
+# blocked: the disk is full or read-only; crashed: the run's process died; lost: its machine died;
 # refused: bad input, so that another attempt would end the same way
 Kind = Literal[
     "finished", "diverged", "stopped", "failed", "blocked", "crashed", "lost", "refused"
@@ -85,8 +85,8 @@ def run_task(
     """Run a task, or resume it, and return its outcome.
 
     With `raises`, bad input and bugs outside of training raise their error, so that they end the
-    program, and a full disk is a failure; without it, they are outcomes, because other tasks can go
-    on, and the queue can wait until the disk has room.
+    program, and a full disk counts as a failure. Without it, all of these are outcomes, because
+    other tasks can go on, and the queue can wait until the disk has room.
     """
     from frostlab.training.run import RunFailed, run
 

@@ -29,7 +29,7 @@ from frostlab.storage import open_append
 from frostlab.training.progress import Display, Lines, Nowhere, Screen
 
 _GRACE_SECONDS = 60.0  # time for a run to finish its step and write a checkpoint
-_CLOSE_SECONDS = 10.0  # time for a worker to end if it is idle or was asked to stop twice
+_CLOSE_SECONDS = 10.0  # time for a worker to end if it is idle or was asked to stop before
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,10 @@ class Slot:
 
 
 class InProcess:
-    """An executor for one task at a time in this process, with a bar if the screen is live."""
+    """An executor for one task at a time in this process.
+
+    A progress bar is shown if the screen can redraw it.
+    """
 
     def __init__(self, data_dir: Path | None, screen: Screen | None = None) -> None:
         self._data_dir, self._screen = data_dir, screen or Nowhere()
@@ -73,7 +76,7 @@ class InProcess:
         return {} if self._task is None else {self._task.path: "this process"}
 
     def stop(self, paths: Iterable[Path]) -> None:
-        """Forget the task that was started; one that runs gets the signal itself."""
+        """Forget a task that `wait` has not run yet; a run that trains catches signals itself."""
         self._task = None
 
     def close(self, kill: bool = False) -> None:
@@ -81,7 +84,10 @@ class InProcess:
 
 
 class _Worker:
-    """A worker process, the connection to it, and its task."""
+    """A worker process, the connection to it, and its task.
+
+    `turns` is the device's folder in `_make_turns`; None: there is none.
+    """
 
     def __init__(
         self, slot: Slot, turns: Path | None, data_dir: Path | None, logs: Path | None
@@ -192,7 +198,11 @@ class LocalWorkers:
                 worker.process.terminate()
 
     def close(self, kill: bool = False) -> None:
-        """End all workers; with `kill`, a run stops after a step, or at once if asked before."""
+        """End all workers.
+
+        With `kill`, workers that train are sent SIGTERM: their run stops after a step or, if it was
+        asked to stop before, at once.
+        """
         for worker in self._workers:
             if kill and worker.task is not None:
                 worker.process.terminate()
@@ -219,7 +229,11 @@ class LocalWorkers:
 
 
 def _make_turns(slots: Sequence[Slot]) -> tempfile.TemporaryDirectory[str] | None:
-    """Make a folder for each device whose runs take turns, with a file for each turn."""
+    """Make a folder for each device on which fewer runs may take steps than may share it.
+
+    It has a file for each run that may take steps; a run takes steps only while it has locked one
+    of the files (`launcher.Turn`). Return None if there is no such device.
+    """
     if all(slot.training is None for slot in slots):
         return None
     folder = tempfile.TemporaryDirectory(prefix="frostlab-turns-")
@@ -276,7 +290,11 @@ def _attempt(task: Task, data_dir: Path | None, logged: bool) -> Outcome:
 
 
 def _stop_before_training() -> threading.Event:
-    """Handle SIGTERM while no run catches it; return an event that is set during a task."""
+    """Set a handler of SIGTERM for the times when no run catches it.
+
+    Return an event, which `_serve` sets while the worker has a task: a signal then ends the task,
+    else the worker.
+    """
     active = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -319,7 +337,7 @@ def _clean_up() -> None:
     """Free what a run has left in memory, so that the next one finds the device as it was."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
-        dynamo.reset()  # torch compiles a function only a few times
+        dynamo.reset()  # else torch stops compiling a function after a few recompilations
     gc.collect()
     from frostlab.devices import release_cached_memory
 

@@ -17,7 +17,8 @@ class Packing:
     with fewer than N examples, empty sequences take the place of the missing ones.
     """
 
-    bounds: Tensor  # (N + 2,) int32: sequence i is bounds[i]:bounds[i + 1]; the last is filler
+    # (N + 2,) int32: tokens bounds[i]:bounds[i + 1] are sequence i, and for i = N the filler
+    bounds: Tensor
     owners: Tensor  # (T,) the sequence index of each token; N for filler
     places: Tensor  # (T,) the position of each token in its sequence
     longest: int  # an upper bound on the length of each sequence and of the filler
@@ -75,7 +76,7 @@ class KeyValueCache:
         self._keys = self._values = torch.empty(0)
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of T tokens, (B, heads, T, size); return all of them."""
+        """Append keys and values of T tokens, (B, heads, T, size); return those of all tokens."""
         start, stop = self.length, self.length + key.shape[2]
         if not start:
             batch, heads, _, size = key.shape

@@ -86,7 +86,7 @@ def build_model(recipe: Recipe, vocabulary: int, classes: int, pad: int) -> nn.M
 def _build_own(kind: Any, config: Any, seed: int) -> Any:
     """Build one of frostlab's own models; refuse one that does not fit into memory."""
     if torch.get_default_device().type != "meta":
-        # the size of a layer is the difference of these two models
+        # the size of one layer is the difference between these two sizes
         one_layer, two_layers = (_size(kind, replace(config, layers=count)) for count in (1, 2))
         _check_memory(
             one_layer + (two_layers - one_layer) * (config.layers - 1),
@@ -98,7 +98,7 @@ def _build_own(kind: Any, config: Any, seed: int) -> Any:
 
 @cache
 def _size(kind: Any, config: Any) -> int:
-    """Return the bytes of one of frostlab's own models; the runs of a process share the answer."""
+    """Return the size in bytes of one of frostlab's own models (cached for further runs)."""
     with _on_meta():
         return _bytes_of(kind(config))
 
@@ -157,7 +157,7 @@ def _pretrained(
         config.num_labels = classes
     text = config.get_text_config()
     if not settings.weights or text.pad_token_id is None:
-        # some classifiers read the last token before the padding
+        # some classifiers need it to find the last token before the padding
         text.pad_token_id = pad
     positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < length:
@@ -248,7 +248,7 @@ def weight_source(settings: object) -> dict[str, str | None]:
     """Return a digest of the files of a recipe's pretrained model, and the hub's commit.
 
     Both are None if the weights are drawn from the seed; the commit is also None for a folder. The
-    model must have been loaded before, so that files of the hub are in its cache.
+    model must have been loaded before, so that a hub model's files are in the local cache.
     """
     if not isinstance(settings, PretrainedModel) or not settings.weights:
         return {"source": None, "revision": None}
@@ -389,7 +389,7 @@ _ASSUMED, _AT_MOST = " (assumed)", " at most"
 
 
 def _config_at_hand(name: str) -> tuple[str, str]:
-    """Return the name, or its architecture with a note if the config of the name is unavailable."""
+    """Return the name or, if its config is unavailable, its architecture and a note about this."""
     try:
         find_config(name)
     except Refused:
@@ -412,7 +412,7 @@ def _vocabulary(recipe: Recipe) -> tuple[int, str]:
             return int(find_config(tokenizer.name)[0].get_text_config().vocab_size), ""
         except BadInput:  # the tokenizer's config is not available
             return GPTConfig().vocabulary, _ASSUMED
-    if tokenizer.size is None:  # every word of the training split, which is not read here
+    if tokenizer.size is None:  # it has every word of the training split, which is not read here
         return DecoderConfig().vocabulary, _ASSUMED
     return tokenizer.size, _AT_MOST
 

@@ -52,7 +52,8 @@ class ConformerConfig:
     head: Head = "mlp"
     norm: Norm = "batch"  # norm in the convolution module
     attention: Attending = "plain"  # plain: sinusoidal positions are added before the stack
-    # embedding of an unseen subject: the mean of all subjects, or zeros (published: the bias alone)
+    # embedding of an unseen subject: the mean of all subjects' embeddings, or zeros (in the
+    # published variant, where a linear layer embeds subjects: its bias)
     unseen: Unseen = "mean"
     variant: Variant = "frostlab"
 
@@ -128,7 +129,7 @@ class Attention(nn.Module):
         self.published = config.published
         if self.published:
             size = width // self.heads
-            # row n has the distance n − (LONGEST − 1)
+            # row n is for the distance n − (LONGEST − 1)
             self.relative_positions = nn.Parameter(torch.randn(2 * LONGEST - 1, size) * size**-0.5)
             for weight in (*self.qkv.weight.chunk(3), self.out.weight):
                 nn.init.xavier_uniform_(weight)

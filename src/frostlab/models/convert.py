@@ -32,7 +32,7 @@ def convert(folder: Path) -> Path:
 
 
 def _pickled_files(folder: Path) -> list[Path]:
-    """Return pytorch_model.bin, or the files of its index, or the only other pickled file."""
+    """Return pytorch_model.bin, the files that its index names, or the only other pickled file."""
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder")
     if (folder / "pytorch_model.bin").exists():
@@ -66,7 +66,7 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
     except BadInput:
         raise
     except Exception as error:  # damaged files raise errors of many kinds
-        reason = first_line(error).partition(". ")[0]  # the rest advises unpickling anyway
+        reason = first_line(error).partition(". ")[0]  # without torch's advice to unpickle
         raise BadInput(
             f"{path} is damaged, or holds more than tensors and plain values ({reason:.120})"
         ) from None

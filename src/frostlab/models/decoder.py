@@ -153,8 +153,9 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Read the next tokens (B, T) of each row; return logits (B, vocabulary) after the last.
 
-        `places` (B, T) are the positions of these tokens. `mask` (B, 1, T, S) is true where one of
-        them sees one of the S tokens read so far, these included. Each block has its own cache.
+        `places` (B, T) are the positions of these tokens. `mask` (B, 1, T, S) is true where they
+        see one of the S tokens read so far; S includes the T new ones. Each block has its own
+        cache.
         """
         x = self.tokens(input_ids)
         angles = self.angles(places[:, None])  # (2, B, 1, T, size)

@@ -25,7 +25,7 @@ class GPTConfig:
     heads: int = 8
     hidden: int = 2048  # hidden units of each feed-forward network
     dropout: float = 0.1
-    # feed-forward: biases in feed-forward networks and norms, but not in attention
+    # "feed-forward": biases in feed-forward networks and norms, but not in attention
     bias: bool | Literal["feed-forward"] = True
     causal: bool = True
     classes: int = 0  # 0: a language model whose head is tied to the token embedding
@@ -149,8 +149,9 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Read the next tokens (B, T) of each row; return logits (B, vocabulary) after the last.
 
-        `places` (B, T) are the positions of these tokens. `mask` (B, 1, T, S) is true where one of
-        them sees one of the S tokens read so far, these included. Each block has its own cache.
+        `places` (B, T) are the positions of these tokens. `mask` (B, 1, T, S) is true where they
+        see one of the S tokens read so far; S includes the T new ones. Each block has its own
+        cache.
         """
         x = self.embed(input_ids, places)
         for block, cache in zip(self.blocks, caches, strict=True):

@@ -15,7 +15,7 @@ Decoder → Llama:
     blocks.N.gate, up, down      model.layers.N.mlp.gate_proj, up_proj, down_proj
     blocks.N.norm1, norm2        model.layers.N.input_layernorm, post_attention_layernorm
 
-Decoder with qk_norm → Qwen3, which has these as well:
+Decoder with qk_norm → Qwen3, with the same names as Llama and these:
 
     blocks.N.qk_norm.query, key  model.layers.N.self_attn.q_norm, k_norm
 
@@ -30,8 +30,8 @@ norm, and attends in both directions (or, as a decoder, causally):
     norm                         encoder.ln
 
 No MegatronBERT class has a linear head on the mean over the tokens or on the last token, so the
-head of a classifier is returned separately. Where frostlab's model has no biases or token types,
-they are zero.
+head of a classifier is returned separately. Biases and token types that frostlab's model does not
+have are zero.
 """
 
 import re
@@ -108,9 +108,9 @@ def as_huggingface(
 
     Args:
         pad: the padding token.
-        end: the token at the end, and before the beginning, of a text.
-        length: the longest text in training: the number of positions of a Llama or Qwen3 (default:
-            2048).
+        end: the token between texts; it becomes both the BOS and the EOS token.
+        length: the number of positions of a Llama or Qwen3 (default: 2048), usually the tokens of
+            the longest text in training.
     """
     special = {"pad_token_id": pad, "bos_token_id": end, "eos_token_id": end}
     if isinstance(model, GPT) and model.config.qk_norm:

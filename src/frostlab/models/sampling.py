@@ -23,7 +23,7 @@ from frostlab.models.gpt import GPT
 
 Ended = Literal["end", "length", "positions"]
 _ROWS = 64  # the most samples that are generated at once
-_CANDIDATES = 1024  # only so many tokens are sorted, if they hold enough probability
+_CANDIDATES = 1024  # only the most probable tokens are sorted, if they hold more than top_p
 _MARGIN = 1e-9  # exceeds the rounding error of summed probabilities, except in float32 (MPS)
 _LONGEST = 2**20  # the most tokens of a sample
 
@@ -159,7 +159,7 @@ def position_limit(model: nn.Module) -> int | None:
         return None
     for name, module in model.named_modules():
         table = name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
-        if table and module.padding_idx is not None:  # RoBERTa counts from the position after it
+        if table and module.padding_idx is not None:  # RoBERTa's first position is padding_idx + 1
             return positions - int(module.padding_idx) - 1
     return positions
 
@@ -305,7 +305,8 @@ def choose(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
     cumulative = ranked.cumsum(-1)
     target = draws.to(ranked)[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True)
-    index = index.minimum((ranked > 0).sum(-1, keepdim=True) - 1)  # rounding may exceed the sum
+    # rounding can give an index after the last token of the set
+    index = index.minimum((ranked > 0).sum(-1, keepdim=True) - 1)
     return order.gather(-1, index).squeeze(-1)
 
 

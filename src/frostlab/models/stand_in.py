@@ -1,9 +1,10 @@
 """Stand-ins: built-in data, learned tokenizers and random weights in place of missing ones.
 
-A stand-in has the form of the missing data or model: as many classes, pairs for pairs, running text
-for running text, EEG for EEG, the same architecture (narrower below full scale). A user's own text
-and everything that is available are never replaced. The recipe records a stand-in in `stands_for`,
-and its runs show a warning with their results.
+A stand-in for data has the form of the missing data: as many classes, pairs of texts in place of
+pairs, running text in place of running text, EEG in place of EEG. A stand-in for a model has the
+same architecture; its layers are narrower if the recipe's scale is tiny or small
+(`frostlab.recipe.scale`). A user's own text and everything that is available are never replaced.
+The recipe records a stand-in in `stands_for`, and its runs show a warning with their results.
 """
 
 from collections.abc import Callable, Iterator
@@ -69,7 +70,7 @@ def with_stand_ins(recipe: Recipe, data_dir: str | Path | None = None) -> Recipe
 
 
 def _is_missing(find: Callable[..., Any], *arguments: Any) -> bool:
-    """Return whether something is not available; the run reports any other problem."""
+    """Return whether `find` raises Unavailable; the run itself will report any other error."""
     try:
         find(*arguments)
     except Unavailable:
@@ -104,7 +105,10 @@ def _text_for(data: Named) -> dict[str, Any]:
 
 
 def _model_for(model: PretrainedModel, scale: str) -> dict[str, Any]:
-    """Return settings of the same architecture with random weights, narrower below full scale."""
+    """Return settings of the same architecture with random weights.
+
+    The layers are narrower if the scale is not "full".
+    """
     name = architecture_of(model.name)
     if not name:
         raise BadInput(

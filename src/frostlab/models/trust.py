@@ -115,7 +115,7 @@ def check_weights(folder: Path, values: dict[str, Any]) -> None:
     """Refuse a model folder whose weights are not safetensors files inside the folder."""
     for path in folder.glob("*.json"):  # transformers would wait for a pipe, or read a huge file
         _check_size(path)
-    first = values.get("transformers_weights")  # a config can name its file
+    first = values.get("transformers_weights")  # a config can name its weight file
     if first is not None:
         check_name(first, f"{folder / 'config.json'}: transformers_weights")
     names = [first] if first is not None else [n for n in _WEIGHTS if (folder / n).exists()]

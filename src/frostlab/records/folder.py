@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import cached_property
@@ -46,7 +46,6 @@ from frostlab.storage import (
     finite,
     open_append,
     read_bytes,
-    read_json,
     read_lines,
     remove_temporary,
     whole_file,
@@ -54,9 +53,10 @@ from frostlab.storage import (
     write_whole,
 )
 from frostlab.text import number, plain
-from frostlab.typed import check_numbers, parse, read, read_object
+from frostlab.typed import check_numbers, parse, read_object
 
 if TYPE_CHECKING:
+    from frostlab.envelopes.scores_json import Scores
     from frostlab.recipe.recipe import Recipe
 
 _Kind = TypeVar("_Kind", bound=Event)
@@ -387,6 +387,14 @@ class RunRecord:
         """finished, stopped, failed or diverged."""
         return self.result.status
 
+    @property
+    def ending(self) -> Ending | None:
+        """How the run ended; None if it has no result yet. A result of another schema is an error.
+
+        `finished_status` is for lists of runs, where a result that cannot be read is no error.
+        """
+        return self.status if (self.folder / "result.json").exists() else None
+
     @cached_property
     def metrics(self) -> dict[str, float | None]:
         """The reported metrics of the last layer; None if a metric is not finite."""
@@ -447,6 +455,12 @@ class RunRecord:
             raise BadInput(f"{path}: classes should have as many values as labels")
         return predictions
 
+    def envelope_scores(self) -> tuple["Scores", dict[str, float]]:
+        """Read the scores of an EEG run by split and decoder, and by split a bound on any r."""
+        from frostlab.envelopes.scores_json import read_scores  # imports scipy
+
+        return read_scores(self.folder, self.result.scores)
+
     @cached_property
     def start(self) -> StartEvent:
         """The start event."""
@@ -484,117 +498,3 @@ def read_environment(folder: Path, name: str = "environment.json") -> dict[str, 
         raise BadInput(f"{path} is not a JSON object")
     check_numbers(values, path)
     return values
-
-
-SCORES = "scores.json"
-SPLITS = {  # the reported splits of EEG recordings
-    "report": "held-out EEG of training subjects",
-    "unseen": "subjects not trained on",
-}
-REPORTED = tuple(SPLITS)
-_SCORES_SCHEMA = 2  # version of scores.json
-_BEST = {"report": "best_r", "unseen": "best_r_unseen"}  # split → key in `reference_scores`
-
-
-def scores_file(
-    scores: Mapping[str, Mapping[str, Any]],
-    reference_scores: Mapping[str, float],
-    caution: str | None = None,
-) -> Any:
-    """Return the content of scores.json: scores by split, bounds on r, and challenge scores."""
-    from frostlab.envelopes.challenge import challenge_scores
-
-    return {
-        "schema": _SCORES_SCHEMA,
-        "caution": caution,
-        "best": {
-            split: reference_scores[key] for split, key in _BEST.items() if key in reference_scores
-        },
-        "splits": {
-            split: {name: score.to_dict() for name, score in decoders.items()}
-            for split, decoders in scores.items()
-        },
-        "challenge": {name: asdict(score) for name, score in challenge_scores(scores).items()},
-    }
-
-
-@dataclass(frozen=True)
-class ScoresFile:
-    """The contents of scores.json."""
-
-    schema: int
-    best: dict[str, float]  # split → an upper bound on the correlation r of any decoder
-    splits: dict[str, dict[str, Any]]  # split → decoder → its scores
-    challenge: dict[str, Any]  # decoder → its `ChallengeScore`
-    caution: str | None = None  # a warning about the scores
-
-
-def read_scores(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return a run's scores by split and decoder, checked against their digests and the result."""
-    return _read_scores(folder)[0]
-
-
-def best_scores(folder: Path) -> dict[str, float]:
-    """Return the upper bound on any decoder's r by split, from scores.json."""
-    return _read_scores(folder)[1]
-
-
-def _read_scores(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
-    from frostlab.envelopes.challenge import ChallengeScore, challenge_scores
-    from frostlab.envelopes.scores import EnvelopeScores, StoredScores, close
-
-    path = folder / SCORES
-    try:
-        file = read(ScoresFile, read_json(path), path)
-    except FileNotFoundError:
-        raise BadInput(f"{path} cannot be read (No such file or directory)") from None
-    if file.schema != _SCORES_SCHEMA:
-        raise BadInput(f"{path} has schema {file.schema}; this frostlab reads {_SCORES_SCHEMA}")
-    for name, values in file.challenge.items():
-        read(ChallengeScore, values, f"{path}: challenge {name!a:.40}")
-    for split, decoders in file.splits.items():
-        for name, values in decoders.items():
-            read(StoredScores, values, f"{path}: {split!a:.40} {name!a:.40}")
-    try:
-        scores = {
-            split: {name: EnvelopeScores.from_dict(values) for name, values in decoders.items()}
-            for split, decoders in file.splits.items()
-        }
-        if _digests(RunRecord(folder).result.scores or {}) != _digests(scores):
-            raise BadInput("these scores were edited: they do not match result.json")
-        challenge = {name: asdict(score) for name, score in challenge_scores(scores).items()}
-        if not close(file.challenge, challenge):
-            raise BadInput("these scores were edited: `challenge` does not fit the segments")
-    except BadInput as error:
-        raise BadInput(f"{path}: {error}") from None
-    return scores, file.best
-
-
-def _digests(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    return {
-        split: {name: score.digest for name, score in decoders.items()}
-        for split, decoders in scores.items()
-    }
-
-
-def scores_lines(folder: Path) -> list[str]:
-    """Return a table for each split of a run's scores, or the reason why they cannot be read.
-
-    A run without scores has no lines.
-    """
-    if not (folder / SCORES).exists():
-        return []
-    from frostlab.envelopes.challenge import segments_table, subjects_table
-    from frostlab.envelopes.scores import scores_table
-
-    try:
-        scores, best = _read_scores(folder)
-        tables = [
-            (SPLITS.get(split, split), scores_table(decoders, best.get(split)))
-            for split, decoders in scores.items()
-        ]
-        tables.append(("segments", segments_table(scores)))
-        tables.append(("segments by subject", subjects_table(scores)))
-    except BadInput as error:
-        return [str(error)]
-    return [line for title, table in tables for line in (f"{title}:", *table.splitlines(), "")][:-1]

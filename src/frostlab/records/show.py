@@ -16,7 +16,6 @@ from frostlab.records.folder import (
     effective,
     finished_status,
     read_environment,
-    scores_lines,
 )
 from frostlab.records.index import EVENTS, RESULT, Summary, dotted, is_run, read_run, result_of
 from frostlab.records.query import moment_text
@@ -99,7 +98,7 @@ def show(folder: Path, width: int | None = None) -> str:
         "configuration": _configuration(run),
         "data": _data(run.data) if run.data else [run.damaged_data] if run.damaged_data else [],
         "results": _results(run),
-        "scores": scores_lines(folder),
+        "scores": _scores(run),
         "stages": stages_table(run.result.stages if run.result else []),
         "clocks": _clocks(run),
         "wall clock": _wall_clock(run),
@@ -341,6 +340,15 @@ _SECONDS = {
     "setup_seconds": "set-up",
     "epoch_seconds": "per epoch",
 }
+
+
+def _scores(run: _Run) -> list[str]:
+    """Return the tables of an EEG run's scores."""
+    if run.result is None or not run.result.scores:
+        return []
+    from frostlab.envelopes.scores_json import scores_lines  # imports scipy
+
+    return scores_lines(run.summary.folder, run.result.scores)
 
 
 def _clocks(run: _Run) -> list[str]:

@@ -21,7 +21,8 @@ from frostlab.roles.parts import ATTENTION_INPUTS, Heads, Rows
 class Fused:
     """A table entry for a weight with several roles.
 
-    The roles' rows follow one another once or, if interleaved, once for each key/value head.
+    The rows of the first role come first, then those of the next (`q k v`). If interleaved, this
+    pattern repeats for each key/value head (`q k v | q k v`).
     """
 
     roles: tuple[str, ...]
@@ -51,7 +52,7 @@ class Fused:
             widths[role] = remaining // len(without_heads)
         if sum(widths.values()) * repeats != size:
             shares = ", ".join(f"{width} of {role}" for role, width in widths.items())
-            times = f", {repeats} times" if repeats > 1 else ""
+            times = f", repeated {repeats} times" if repeats > 1 else ""
             raise ValueError(f"{size} rows cannot be divided into {shares}{times}")
         rows, start = {}, 0
         for role in self.roles:

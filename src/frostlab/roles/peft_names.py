@@ -32,7 +32,7 @@ class PeftNames:
 
     def __init__(self, model: nn.Module) -> None:
         self.tuners: dict[str, Any] = {}  # path → an adapter's layer
-        # path of a wrapper that copies → the segments below it that lead to the module in use
+        # path of a wrapper with copies of its module → the segments below it to the one in use
         self.copied: dict[str, list[str]] = {}
         tuners = sys.modules.get("peft.tuners.tuners_utils")
         if tuners is None:  # PEFT is not loaded, so nothing is wrapped
@@ -48,7 +48,7 @@ class PeftNames:
                 self.copied[path] = ["token_adapter"]
 
     def find(self, present: str) -> ParameterName:
-        """Return the unmodified name of the parameter with this present name."""
+        """Return the name in the unmodified model of the parameter that now has this name."""
         if not self.tuners and not self.copied:
             return ParameterName(present)
         segments, plain, unused = present.split("."), list[str](), False

@@ -5,10 +5,13 @@ looks up the role and place of each slot in the architecture's description (a ta
 paths to roles, `roles/description.py`), and divides fused slots, which hold several roles in their
 rows, into one part per role. A place names the stack and layers that contain a slot. Slots have the
 names of the unmodified model, except PEFT's adapters and weights that PEFT has put out of use
-(`roles/peft_names.py`). A parameter without a role is an error: an anatomy is never partial.
+(`roles/peft_names.py`). If there is no description, a forward pass shows the roles, and a test
+checks them: this is the evidence (`roles/tracing`). A parameter without a role is an error: an
+anatomy is never partial.
 """
 
 import hashlib
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -65,8 +68,8 @@ def anatomy(model: nn.Module, batch: Any = None) -> Anatomy:
     shows the weights that each head uses. The result is tested by changing weights.
 
     Args:
-        batch: the arguments of that forward pass (a dict, a tuple or a tensor); default: they are
-            guessed.
+        batch: the arguments of that forward pass (a dict, a tuple or a tensor), which then runs
+            even if a table exists; default: they are guessed.
     """
     return survey(model, batch)[0]
 
@@ -100,7 +103,7 @@ def survey(model: nn.Module, batch: Any = None) -> tuple[Anatomy, dict[str, Slot
     parts: list[Part] = []
     for names in _tied_names(slots.values()):
         placed = [(name, *placements[name]) for name in names]
-        # heads last: a tensor that is both an embedding and a head counts as an embedding
+        # the role `head` last: a tensor that is both embedding and head counts as an embedding
         placed.sort(key=lambda item: isinstance(item[1], str) and item[1] == "head")
         name, entry, place, heads = placed[0]
         if len(placed) > 1:
@@ -142,12 +145,21 @@ def _placed(
 
 _FOUND: "WeakKeyDictionary[nn.Module, tuple[str, Found]]" = WeakKeyDictionary()
 _FOUND_BY_CONFIG: dict[str, Found] = {}
+_MOST_CONFIGS = 256  # in `_FOUND_BY_CONFIG`
+# A number for each class and forward function: a class that is defined again gets a new one.
+_NUMBERS: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
+_next_number = itertools.count()
+_LIBRARIES = ("torch.", "peft.", "frostlab.surgery.")  # their modules take the place of others
 
 
 def _found(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
-    """Return the evidence for a model, cached for this model and for its class with this config."""
+    """Return the evidence for a model.
+
+    It is kept for this model, and for models with the same code, config and other settings.
+    """
+    modules = [m for m in model.modules() if not type(m).__module__.startswith(_LIBRARIES)]
     shapes = [(slot.name, slot.shape) for slot in slots]
-    key = hashlib.sha256(repr((type(model), shapes)).encode()).hexdigest()
+    key = _digest(shapes, [(_number(type(m)), _number(m.forward)) for m in modules])
     kept = _FOUND.get(model)
     if batch is None and kept is not None and kept[0] == key:
         return kept[1]
@@ -155,7 +167,7 @@ def _found(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
     shared = None
     if batch is None and hasattr(config, "to_dict"):
         values = json.dumps(config.to_dict(), sort_keys=True, default=repr)
-        shared = hashlib.sha256(f"{key} {values}".encode()).hexdigest()
+        shared = _digest(key, values, [_settings_of(module) for module in modules])
     found = None if shared is None else _FOUND_BY_CONFIG.get(shared)
     if found is None:
         try:
@@ -167,12 +179,37 @@ def _found(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
             raise UnknownArchitecture(f"its forward pass cannot be followed ({said})") from error
     _FOUND[model] = (key, found)
     if shared is not None:
+        if len(_FOUND_BY_CONFIG) >= _MOST_CONFIGS:
+            del _FOUND_BY_CONFIG[next(iter(_FOUND_BY_CONFIG))]
         _FOUND_BY_CONFIG[shared] = found
     return found
 
 
+def _digest(*facts: Any) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _number(code: Any) -> int:
+    """Return the number of a class or function; another one of the same name has another number."""
+    function = getattr(code, "__func__", code)
+    try:
+        return _NUMBERS.setdefault(function, next(_next_number))
+    except TypeError:  # compiled code, to which there are no weak references
+        return id(function)
+
+
+def _settings_of(module: nn.Module) -> dict[str, Any]:
+    """Return the plain values that a module keeps, such as its number of heads."""
+    kinds = (bool, int, float, str, type(None))
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, kinds) and name != "training"
+    }
+
+
 def _find(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
-    """Find the evidence; a model with split projections or adapters is read without them."""
+    """Find the evidence; if the model has split projections or adapters, run it without them."""
     if any(isinstance(module, Split) or is_adapted(module) for module in model.modules()):
         model = _unmodified(model)
         names = {slot.name for slot in slots}
@@ -262,7 +299,7 @@ def _is_matmul(slot: Slot, entry: Entry | Measured) -> bool:
 
 
 def _tied_names(slots: Iterable[Slot]) -> list[list[str]]:
-    """Group the names of the same tensor, without the names of modules that are out of use."""
+    """Group the names of each tensor; leave out unused ones, unless all names are unused."""
     groups: dict[int, list[Slot]] = {}
     for slot in slots:
         groups.setdefault(id(slot.pieces[0].parameter), []).append(slot)
@@ -345,7 +382,7 @@ class _Reader:
         return entry, place, heads
 
     def read_head(self, slot: Slot, named: bool) -> Placement | None:
-        """Return a placement as head for a slot outside the body of a Hugging Face model."""
+        """Place a slot outside the body of a Hugging Face model: its role is `head`."""
         local = slot.name[len(self.prefix) :]
         if not self.base or not slot.name.startswith(self.prefix) or local.startswith(self.base):
             return None
@@ -497,7 +534,8 @@ def _check_attention(parts: Sequence[Part], model: str) -> None:
     for (stack, layers, _), roles in inputs.items():
         for role in ATTENTION_INPUTS:
             if role not in roles:
-                where = f"{stack + ' ' if stack else ''}layer {layers[0] if layers else '-'}"
+                layer = f"layer {layers[0]}" if layers else "attention outside the layers"
+                where = f"{stack} {layer}" if stack else layer
                 raise UnknownArchitecture(
                     f"{model}: {where} has no {role} weight; the weights of quantised or "
                     "replaced modules cannot be read"

@@ -71,11 +71,14 @@ def _is_attention(place: Place) -> bool:
 def select(parts: Sequence[Part], texts: Iterable[str], model: str) -> tuple[Part, ...]:
     """Return the parts in the union of the selections, in model order.
 
-    A tied tensor has one role of its own: a head tied to the embedding is an `embedding`. A
-    positive selection that matches it only by the role of its other name, such as `head`, is an
-    error unless another selection takes or removes the tensor. A negative selection, such as
-    `!head`, is an error if the tensor stays selected, unless another selection takes it by its own
-    role.
+    A tied tensor is one part with one role: a head that is tied to the embedding is an `embedding`.
+    So in a model with such a head, `head` alone and `!head` alone are errors. The user must decide
+    about the embedding, too:
+
+        head, embedding         selects the tensor
+        head, !embedding        leaves it out
+        all, !head, !embedding  leaves it out
+        all, !head, embedding   selects it
     """
     stacks = sorted({p.stack for p in parts if p.stack})
     terms = [parse(text, stacks) for text in texts]

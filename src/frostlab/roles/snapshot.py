@@ -25,18 +25,21 @@ class Layer:
 
 @dataclass(frozen=True)
 class Evidence:
-    """How an anatomy was found: by a table, or by a probe of the model that was then tested."""
+    """How an anatomy was found: by a table, or by a probe, which is a watched forward pass.
+
+    What the probe shows is then tested in further passes.
+    """
 
     method: Literal["table", "probe"] = "table"
     attentions: int = 0  # number of attentions that the probe saw
-    passes: int = 0  # forward passes of the test, which moves weights; all agreed with the anatomy
+    passes: int = 0  # forward passes of the test, with changed weights; all agreed with the anatomy
     unreached: tuple[str, ...] = ()  # parameters without an effect on the probe's outputs
     copied: bool = False  # whether a small copy, built from the config, was probed
 
     def __str__(self) -> str:
         if self.method == "table":
             return "read from a table"
-        tested = f"tested in {counted(self.passes, 'passes')} with moved weights"
+        tested = f"tested in {counted(self.passes, 'passes')} with changed weights"
         left = f"; {counted(len(self.unreached), 'parameters')} not used" if self.unreached else ""
         seen = counted(self.attentions, "attentions") + (" of a small copy" if self.copied else "")
         return f"found by a probe of {seen}, {tested}{left}"
@@ -91,8 +94,8 @@ class Anatomy:
         """Return this anatomy with only the selected parts frozen; the model is not changed.
 
         Without selections no part is frozen. Fixed parts stay fixed. If the model has adapters,
-        parts that are frozen already stay frozen, unless the selections begin with all parts
-        (`all`, or only exceptions) and so name each part that is to learn.
+        parts that are already frozen stay frozen, too, unless one selection is `all` or all are
+        negative, such as `!adapter`: such selections decide about every part.
         """
         if not selections:
             return self.with_state(())
@@ -102,7 +105,7 @@ class Anatomy:
         return self.with_state(frozen)
 
     def with_state(self, frozen: Collection[str]) -> "Anatomy":
-        """Return this anatomy with only the parts with these keys frozen; fixed parts stay so."""
+        """Return this anatomy with only the parts with these keys frozen; fixed ones stay fixed."""
 
         def state(part: Part) -> State:
             if part.state == "fixed":
@@ -128,7 +131,7 @@ class Anatomy:
     def table(self, width: int | None = None) -> str:
         """Return the anatomy as text; adjacent layers that are alike are shown once.
 
-        If it is wider than `width`, the layout is left out and long names are shortened.
+        If it is wider than `width`, the column `layout` is left out and long names are shortened.
         """
         return _as_text(self, width)
 
@@ -177,7 +180,7 @@ def _blocks(anatomy: Anatomy) -> list[tuple[str, list[tuple[str, ...]]]]:
 
 
 def _narrow(table: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Align a table without the layout.
+    """Align a table without its column `layout`.
 
     A weight's name that is too long loses its remark `(also …)` and, if need be, its beginning.
     """

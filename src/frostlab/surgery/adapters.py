@@ -201,7 +201,7 @@ def _check_adaptable(model: nn.Module, part: Part, slot: Slot, where: str) -> No
     if part.role in _PROJECTED and not (projection and slot.local == "weight"):
         raise BadInput(
             f"{where}: {part.name} ({part.role}) is a parameter of a {kind.__name__}, not the "
-            "weight of a linear module that projects by itself, so PEFT cannot adapt it"
+            "weight of a linear module that the model calls, so PEFT cannot adapt it"
         )
     if not part.matmul or not projection or part.ties:
         raise BadInput(

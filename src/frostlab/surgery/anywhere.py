@@ -1,11 +1,13 @@
-"""Parameters of any module, of which some rows are frozen: each is stored in two pieces.
+"""Splitting of partly frozen parameters in modules that keep their own forward pass.
 
-`SplitProjection` replaces a linear module by one with a faster backward pass. Elsewhere (a raw
-parameter that a forward pass multiplies, a batch of experts, a convolution, a linear module with a
-forward of its own), the module keeps its forward: its class becomes a subclass with a property in
-the place of each split parameter, which joins the pieces whenever the forward pass reads it.
-Autograd then gives the trainable rows their gradient, and the frozen rows none. State dicts keep
-the names and shapes of the unmodified module.
+A partly frozen parameter is stored in two pieces: its frozen rows and its trainable rows. A plain
+linear module is replaced by `SplitProjection` (`frostlab.surgery.split`), whose backward pass is
+faster, and nn.MultiheadAttention has a split of its own (`frostlab.surgery.multihead`). This file
+is for all other modules: for example a convolution, a batch of experts, a module that multiplies by
+a raw parameter, or a linear module with a forward of its own. Such a module gets a subclass of its
+class, with a property in the place of each split parameter. Whenever the forward pass reads the
+parameter, the property joins the pieces. Autograd then gives the trainable rows their gradient, and
+the frozen rows none. State dicts keep the names and shapes of the unmodified module.
 """
 
 from collections.abc import Iterator, Mapping
@@ -49,14 +51,15 @@ class SplitModule(nn.Module, Split):
         return slots
 
     def joined(self) -> nn.Module:
-        """Return this module with its own class and whole parameters again."""
+        """Return this module with its original class and its whole parameters again."""
         whole = {
             local: nn.Parameter(self._whole(local).detach()) for local in self._frostlab_frozen
         }
         parameters = dict(self._parameters)
         self._parameters.clear()
         pieces = {f"{state}_{local}": local for local in whole for state in _STATES}
-        for name, parameter in parameters.items():  # in their order, which optimizer states need
+        # keep the order, because optimizer states refer to parameters by their index
+        for name, parameter in parameters.items():
             local = pieces.get(name, name)
             self._parameters[local] = whole.get(local, parameter)
         del self._frostlab_frozen
@@ -103,7 +106,7 @@ class SplitModule(nn.Module, Split):
 
     @contextmanager
     def _without_pieces(self) -> Iterator[None]:
-        """Remove the pieces from the module's parameters in this context; keep the order of all."""
+        """Take the pieces out of the module's parameters, and put them back in place afterwards."""
         before = dict(self._parameters)
         names = {f"{state}_{local}" for local in self._frostlab_frozen for state in _STATES}
         for name in names:
@@ -117,7 +120,7 @@ class SplitModule(nn.Module, Split):
                 self._parameters[name] = parameter if name in names else now[name]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and pickle by the class of the unmodified module: this one is made at run time."""
+        """Copy and pickle by the original class, because the subclass is made at run time."""
         original, names = type(self).__bases__[1], tuple(self._frostlab_frozen)
         return _empty, (original, names), self.__getstate__()
 
@@ -144,12 +147,15 @@ def _split_class(original: type[nn.Module], names: tuple[str, ...]) -> type[Spli
 
 
 def can_split(original: type[nn.Module]) -> bool:
-    """Return whether modules of a class read their parameters as attributes by name."""
+    """Return whether a class can be split: whether properties can replace its parameters.
+
+    An RNN, for example, reads its parameters from a list, and not by their names.
+    """
     if issubclass(original, nn.RNNBase | torch.jit.ScriptModule):
         return False
     try:
         _split_class(original, ())
-    except TypeError:  # a metaclass of its own
+    except TypeError:  # its metaclass is incompatible with SplitModule's
         return False
     return True
 

@@ -99,7 +99,7 @@ def frozen_audit(model: nn.Module) -> Audit:
 
 
 def _trainable_digests(model: nn.Module) -> dict[str, str]:
-    """Return the digests of all trainable tensors that hold a value."""
+    """Return the digests of all trainable tensors that are not empty."""
     anatomy, _ = survey(model)
     trainable = (part for part in anatomy.parts if part.state == "trainable" and part.parameters)
     return _digests(model, {part.key for part in trainable})

@@ -40,12 +40,13 @@ _QUANTISED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized"
 def freeze(model: nn.Module, *selections: str) -> Anatomy:
     """Freeze the selected parts, and make the others trainable; return the anatomy.
 
-    If the model has adapters, parts that are frozen stay frozen, unless the selections begin with
-    all parts: `"all", "!adapter", "!head"` says exactly what learns, `"query"` freezes in addition.
+    If the model has adapters, the parts that are already frozen stay frozen, and a selection such
+    as `"query"` freezes more. To say exactly what learns, select all parts and exceptions, for
+    example `"all", "!adapter", "!head"`.
 
-    Fixed parts, which are never trained, stay as they are. Partly frozen fused
-    projections are split, so that frozen rows have no gradient, no optimizer state and no
-    weight-gradient matmul. Splitting replaces parameters, so build the optimizer afterwards.
+    Fixed parts, which are never trained, stay as they are. Partly frozen fused projections are
+    split, so that frozen rows have no gradient, no optimizer state and no weight-gradient matmul.
+    Splitting replaces parameters, so build the optimizer afterwards.
     """
     refuse_wrapped(model, "freeze")
     before, slots = survey(model)
@@ -128,7 +129,7 @@ def _check_splittable(slot: Slot, slots: Iterable[Slot], roles: str) -> None:
     """Raise an error if a slot cannot be split.
 
     A slot cannot be split if it is tied, quantised, has adapters, is what another weight is
-    computed from, or is in a module that does not read its parameters by their names.
+    computed from, or is in a module that does not read its parameters by their names (an LSTM).
 
     Args:
         roles: the roles of its rows, for the error message.
@@ -291,7 +292,7 @@ def _is_adapted(layer: nn.Module) -> bool:
 
 
 def _switch_off(module: nn.Module, setting: str, off: bool) -> None:
-    """Set an attribute of torch's module to False, or to its former value."""
+    """Set an attribute of a module to False if `off`, else back to its former value."""
     former = f"_frostlab_{setting}"
     if off and not hasattr(module, former):
         setattr(module, former, getattr(module, setting))
@@ -339,7 +340,7 @@ def frozen_statistics(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class PartlyFrozen:
-    """The frozen rows of a tensor in a state dict whose other rows are trainable."""
+    """The frozen rows of a tensor of a state dict; its other rows are trainable."""
 
     axis: int
     rows: Rows
@@ -358,7 +359,7 @@ class PartlyFrozen:
 
 
 def frozen_tensors(model: nn.Module) -> dict[str, PartlyFrozen | None]:
-    """Return the frozen rows of each tensor in the state dict that has any; None: all its rows."""
+    """Return the frozen rows of each state dict tensor that has any; None if all are frozen."""
     frozen: dict[str, PartlyFrozen | None] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""

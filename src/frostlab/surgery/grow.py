@@ -38,8 +38,8 @@ Init = Literal["identity", "random", "copy"]
 _INITS = ("identity", "random", "copy")
 _ENDS = ("top", "bottom")
 _ADDED = ("output", "down")  # roles whose outputs are added to the residual stream
-# Largest relative change that a norm's eps may cause. The rest of the promised 1e-6 is for
-# float32 rounding.
+# Largest relative change of the outputs that a norm's eps may cause. `grow` promises at most 1e-6;
+# the rest is for float32 rounding.
 _ALLOWED = 8e-7
 _NEGLIGIBLE = 1e-9  # a norm's eps up to this value has no measurable effect
 _PROBE = (4, 32)  # sequences, and tokens per sequence, for measuring variances
@@ -166,7 +166,7 @@ class _Trial:
         self.model, self.trunk, self.kinds = model, trunk, _kinds_of_layers(model, trunk)
         self.count = len(trunk.layers)
         for self.call in candidate_inputs(model):
-            with suppress(Exception):  # a wrong guess
+            with suppress(Exception):  # the model does not take these inputs
                 self.before = self._outputs()
                 return
         raise BadInput(f"grow: {type(model).__name__} runs with none of the inputs that were tried")

@@ -1,4 +1,4 @@
-"""Detection of outdated code and optimizers after freeze, thaw or grow.
+"""Detection of outdated code and optimizers after freeze, thaw, grow or merge_adapters.
 
 A compiled step or captured CUDA graph is valid while `changes(model)` returns the same number. A
 hook before each optimizer step finds two errors that do not show in the loss at once: an optimizer
@@ -29,7 +29,7 @@ _expected: list[tuple["weakref.ref[nn.Parameter]", str]] = []
 
 
 def changes(model: nn.Module) -> int:
-    """Return how often freeze, thaw or grow changed a model, counted from the first call for it."""
+    """Return how many changes of a model were recorded since `changes` was first called for it."""
     return _counts.setdefault(model, 0)
 
 
@@ -74,8 +74,8 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     ]
     if stale:
         raise StaleOptimizer(
-            f"this {type(optimizer).__name__} holds {len(stale)} parameters that freeze or thaw "
-            f"replaced, such as {stale[0]}; build the optimizer after freeze or thaw"
+            f"this {type(optimizer).__name__} holds {len(stale)} parameters, such as {stale[0]}, "
+            "that freeze, thaw or merge_adapters replaced; build the optimizer afterwards"
         )
     ids = {id(parameter) for parameter in parameters}
     _expected[:] = [

@@ -16,17 +16,10 @@ from frostlab.envelopes.correlation import stitch, window_starts
 from frostlab.envelopes.figures import Rows, eeg_page, excerpt_rows, kernel_rows
 from frostlab.envelopes.ridge import fit_ridge
 from frostlab.envelopes.scores import EnvelopeScores, score_recordings
+from frostlab.envelopes.scores_json import REPORTED, SCORES, SPLITS, scores_file
 from frostlab.errors import BadInput
 from frostlab.models.conformer import Conformer, electrode_importance
-from frostlab.records.folder import (
-    REPORTED,
-    SCORES,
-    SPLITS,
-    RunRecord,
-    best_scores,
-    read_scores,
-    scores_file,
-)
+from frostlab.records.folder import RunRecord
 from frostlab.storage import build_once, cache_folder, path_inside, read_json, write_whole
 from frostlab.training.batches.batch import WindowExamples, in_batches, micro_batches
 from frostlab.training.distributed import Compute
@@ -184,7 +177,7 @@ def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
             f"{folder} is a run for {recipe.data.task}; a page with figures needs a run that "
             "decodes EEG"
         )
-    scores = read_scores(folder)
+    scores, best = record.envelope_scores()
     signals = prepare(recipe, data_dir)
     assert isinstance(signals, Signals)
     check_same_data(record, signals)
@@ -194,7 +187,7 @@ def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
     return eeg_page(
         path_inside(folder, "envelopes"),
         scores,
-        best=best_scores(folder),
+        best=best,
         excerpts=_excerpts(folder, signals),
         kernels=kernel_rows(kernels.numpy(), signals.rate, first=-(kernels.shape[-1] // 2)),
         importance=(signals.channels, _importance(model, signals)),

@@ -33,7 +33,7 @@ from frostlab.recipe.model import PretrainedModel
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import Train
 from frostlab.records.checkpoint import PROGRESS, Checkpoint, checkpoint_name, checkpoints_in
-from frostlab.records.folder import RunRecord, finished_status
+from frostlab.records.folder import RunRecord
 from frostlab.records.model_files import build_stored
 from frostlab.records.schema import Stage as StageRecord
 from frostlab.records.schema import read
@@ -534,7 +534,7 @@ def best_model(record: RunRecord) -> nn.Module:
     refused. For a run that has not finished, a warning names the step of the weights: the best of
     the current stage so far, or the newest if the stage has not been evaluated yet.
     """
-    recipe = record.recipe
+    recipe, _ = record.recipe, record.start  # a start event of another schema is refused
     checkpoint, is_best = _best_saved(record)
     stages = stages_of(recipe, record.data.splits["train"].examples)[: checkpoint.stage + 1]
     with default_modes(torch.device("cpu")), torch.random.fork_rng(devices=[]):
@@ -542,7 +542,7 @@ def best_model(record: RunRecord) -> nn.Module:
         treat(model, recipe, init=False)
         _enter_stages(model, recipe, stages)
     load_weights(model, checkpoint)
-    finished = finished_status(record.folder) == "finished"
+    finished = record.ending == "finished"
     if finished and state_digest(model) != record.result.weights_digest:
         raise BadInput(f"{checkpoint.folder} does not hold the reported weights")
     if not finished:
@@ -563,7 +563,7 @@ def _best_saved(record: RunRecord) -> tuple[Checkpoint, bool]:
     best one, or the newest one if the stage has not been evaluated yet.
     """
     saved = {checkpoint.place: checkpoint for checkpoint in checkpoints_in(record.folder)}
-    if finished_status(record.folder) == "finished":
+    if record.ending == "finished":
         name = record.result.checkpoint
         for checkpoint in saved.values():
             if f"checkpoints/{checkpoint.folder.name}" == name:
@@ -575,7 +575,7 @@ def _best_saved(record: RunRecord) -> tuple[Checkpoint, bool]:
             step = Progress.from_dict(checkpoint.progress(), where).best.step
             best = None if step is None else saved.get((step, checkpoint.stage))
             return (checkpoint, False) if best is None else (best, True)
-    ended = finished_status(record.folder) == "diverged"
+    ended = record.ending == "diverged"
     advice = "train it again" if ended else "continue it with --resume"
     raise BadInput(f"{record.folder} has no weights: the run has no undamaged checkpoint; {advice}")
 

@@ -27,6 +27,7 @@ from frostlab.recipe.treatment import (
     Treatment,
 )
 from frostlab.roles.read import anatomy, survey
+from frostlab.roles.snapshot import Anatomy
 from frostlab.surgery.adapters import adapt
 from frostlab.surgery.audit import Audit, frozen_audit
 from frostlab.surgery.freeze import freeze
@@ -118,6 +119,17 @@ def treat(model: nn.Module, recipe: Recipe, *, init: bool = True) -> set[str]:
     if not any(p.requires_grad for p in model.parameters()):
         raise BadInput("treatment.freeze leaves nothing that learns")
     return touched
+
+
+def treated_parts(model: nn.Module, recipe: Recipe) -> Anatomy:
+    """Add the recipe's adapters to a model; return its parts as the treatment would freeze them.
+
+    No weight gets a new value, so the model may be on the meta device.
+    """
+    if recipe.surgery.peft is not None:
+        adapt(model, recipe.surgery.peft, recipe.seed)
+    parts = anatomy(model)
+    return parts.with_frozen(*recipe.surgery.frozen) if recipe.surgery.frozen else parts
 
 
 def _freeze(model: nn.Module, recipe: Recipe) -> None:

@@ -15,7 +15,7 @@ from frostlab.errors import BadInput
 from frostlab.models.huggingface import is_own
 from frostlab.models.sampling import position_limit
 from frostlab.recipe.recipe import shorten_paths
-from frostlab.records.folder import RunRecord, finished_status
+from frostlab.records.folder import RunRecord
 from frostlab.records.model_files import read_inputs, stored_tokenizer
 from frostlab.storage import whole_folder, write_whole
 from frostlab.surgery.adapters import merge_adapters
@@ -217,7 +217,7 @@ def _encoding(record: RunRecord, only_body: bool) -> list[str]:
 
 def _results(record: RunRecord) -> str:
     """Return a table of the reported metrics, or a sentence that says that there is no result."""
-    if finished_status(record.folder) != "finished":
+    if record.ending != "finished":
         text = (
             "The run has not finished: these weights are preliminary, and there is no result yet."
         )
@@ -272,7 +272,7 @@ def _training(record: RunRecord) -> str:
         ("seed", str(recipe.seed)),
         ("run", record.folder.absolute().name),
     ]
-    if finished_status(record.folder) == "finished":
+    if record.ending == "finished":
         result = record.result
         counts = result.parameters
         share = f"{counts.trainable:,} of {counts.total:,} ({counts.trainable / counts.total:.1%})"

@@ -12,7 +12,7 @@ from frostlab.devices import choose_device
 from frostlab.errors import BadInput, nearest, require
 from frostlab.flow.measurements import load_flow
 from frostlab.models.sampling import Sample, Sampling
-from frostlab.records.folder import RunRecord, finished_status
+from frostlab.records.folder import RunRecord
 from frostlab.records.model_files import stored_tokenizer
 from frostlab.records.schema import EvaluationEvent, StepEvent
 from frostlab.training.run import run as train_recipe
@@ -126,7 +126,7 @@ class Run(RunRecord):
 
     def _loaded(self, device: str | None) -> Predictor:
         """Return a predictor on a device; for a finished run, load it only once."""
-        if finished_status(self.folder) != "finished":
+        if self.ending != "finished":
             return Predictor(self, device)
         if device not in self._predictors:
             self._predictors[device] = Predictor(self, device)

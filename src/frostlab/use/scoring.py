@@ -26,7 +26,7 @@ from frostlab.envelopes.scores import score_recordings
 from frostlab.errors import BadInput, nearest
 from frostlab.recipe.data import EEGData, Named, PretrainedTokenizer, Synthetic
 from frostlab.recipe.recipe import Recipe
-from frostlab.records.folder import RunRecord, finished_status
+from frostlab.records.folder import RunRecord
 from frostlab.records.model_files import (
     TOKENIZER,
     ModelInputs,
@@ -249,7 +249,7 @@ def _objective(record: RunRecord, recipe: Recipe, device: torch.device) -> Objec
     """Return a run's best model with its loss, on a device."""
     model = best_model(record)
     objective = TASKS[recipe.data.task].objective(model, recipe)
-    if finished_status(record.folder) == "finished":  # else the model may lack the last layers
+    if record.ending == "finished":  # else the model may lack the last layers
         last = recipe.stages[-1].supervise if recipe.stages else None
         objective.supervision = resolve_supervision(last or recipe.supervise, model)
     return objective.to(device)

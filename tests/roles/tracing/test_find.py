@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,6 +224,53 @@ def test_the_evidence_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for granite in granites:
         fl.anatomy(granite)
     assert probes == ["Attends", "Attends", "GraniteModel"], "one class and config, one probe"
+
+
+def _attends_with_config(*order: str, flag: bool = False) -> nn.Module:
+    """Return a model of a new class that always has the same name, and a config."""
+
+    class Configured(Attends):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(to_dict=lambda: {"width": 16})
+            self.flag = flag
+
+        def projections(self) -> tuple[nn.Module, ...]:
+            modules = tuple(getattr(self, name) for name in order)
+            return modules[::-1] if self.flag else modules
+
+    return Configured()
+
+
+def test_a_class_that_is_defined_again_is_read_again() -> None:
+    first = _attends_with_config("query", "key", "value")
+    again = _attends_with_config("value", "key", "query")
+    assert repr(type(first)) == repr(type(again))
+    assert roles(first)["query.weight"] == "query"
+    assert roles(again)["query.weight"] == "value"
+
+
+def test_a_flag_of_a_model_that_its_config_lacks_is_seen() -> None:
+    model = _attends_with_config("query", "key", "value")
+    flagged = type(model)()
+    flagged.flag = True  # type: ignore[assignment]
+    assert roles(model)["query.weight"] == "query"
+    assert roles(flagged)["query.weight"] == "value"
+
+
+def test_a_changed_forward_pass_is_read_again() -> None:
+    model = nn.Sequential(Attends())
+    assert roles(model)["0.query.weight"] == "query"
+
+    class Turned(Attends):
+        def projections(self) -> tuple[nn.Module, ...]:
+            return self.value, self.key, self.query
+
+    model[0] = Turned()
+    assert roles(model)["0.query.weight"] == "value"
+    model[0].forward = MethodType(lambda self, ids: Attends.mix(self, self.embed(ids)), model[0])
+    model[0].projections = MethodType(Attends.projections, model[0])  # type: ignore[method-assign]
+    assert roles(model)["0.query.weight"] == "query"
 
 
 def test_heads_of_another_number_are_not_those_that_were_kept() -> None:

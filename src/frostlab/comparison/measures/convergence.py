@@ -3,8 +3,8 @@
 An arm is a variant of the compared recipe, trained with several seeds. The target is the recipe's
 `evaluate.target`, if it is for the compared metric. Else it is a value that only the baseline's
 runs decide: the mean of the best values that they had halfway through their evaluations. A run
-reaches it at the first evaluation, on the split that selects the weights, whose value is at least
-as good. Only finished runs count as having reached it.
+reaches it at the first evaluation, on the split that selects the checkpoint, whose value is at
+least as good. Only finished runs count as having reached it.
 """
 
 import math
@@ -74,7 +74,7 @@ def convergence(runs: Runs, rules: Rules) -> Convergence | None:
 
 
 def _evaluations(record: RunRecord, metric: str) -> list[_Evaluation]:
-    """Return a run's evaluations on the split that selects the weights, in order."""
+    """Return a run's evaluations on the split that selects the checkpoint, in order."""
     return [
         _Evaluation(value, {"steps": event.step, "epochs": event.epoch,
                             "seconds": event.total_seconds})

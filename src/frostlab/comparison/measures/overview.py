@@ -1,7 +1,7 @@
-"""The overview table: one row per arm, with its data, method, times, gap and status.
+"""The overview table: one row per arm, with its data, treatment, times, gap and status.
 
-An arm is a variant of the compared recipe. `overview` makes the rows of a comparison, which
-`frostlab.matrix.show` formats.
+An arm is a variant of the compared recipe, and its gap is its difference from the baseline.
+`overview` makes the rows of a comparison, which `frostlab.matrix.show` formats.
 """
 
 from collections.abc import Mapping

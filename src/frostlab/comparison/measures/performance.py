@@ -39,8 +39,8 @@ def retained(evidence: Evidence, arm: str, metric: str | None = None) -> Effect 
 
     The share is the arm's value divided by the baseline's, or the reverse if lower values are
     better, as the geometric mean over the seeds with which both finished. The intervals of all arms
-    hold simultaneously; they do not include the uncertainty of tuned values. Return None if no such
-    pair exists, or if a value is not above 0, because a share of it has no meaning.
+    hold simultaneously; they do not include the uncertainty of tuned values. Return None if no seed
+    finished in both, or if a value is not above 0, because a share of it has no meaning.
     """
     metric = metric or evidence.rules.metric
     own, base = (_values(evidence, name, metric) for name in (arm, evidence.baseline))

@@ -1,7 +1,7 @@
-"""EEG decoders on segments, as in the Auditory EEG Challenge: each arm's r and score.
+"""EEG decoders on segments of 60 s, as in the Auditory EEG Challenge: each arm's r and score.
 
 An arm is a variant of the compared recipe. r is the correlation of decoded and true speech
-envelope.
+envelope; the score is a weighted mean of r over subjects (see `segments_section`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,9 @@ from frostlab.comparison.evidence import (
 )
 from frostlab.comparison.plan import Plan
 from frostlab.comparison.statistics import paired, spread
-from frostlab.records.folder import SCORES, RunRecord, read_scores
+from frostlab.envelopes.challenge import challenge_scores
+from frostlab.envelopes.scores_json import SCORES
+from frostlab.records.folder import RunRecord
 from frostlab.text import NONE, escaped, markdown
 
 Records = Mapping[tuple[str, int], RunRecord]  # (arm, seed) → run
@@ -30,8 +32,6 @@ def segment_scores(
 
     Differences to the baseline are paired by seed.
     """
-    from frostlab.envelopes.challenge import challenge_scores
-
     left_out = {(pair.arm, pair.seed) for pair in refused}
     measured: dict[str, dict[int, dict[str, float]]] = {arm.name: {} for arm in plan.arms}
     for (arm, seed), record in records.items():
@@ -39,7 +39,8 @@ def segment_scores(
             continue
         if not (record.folder / SCORES).exists():
             continue
-        challenge = challenge_scores(read_scores(record.folder))["model"]
+        scores, _ = record.envelope_scores()
+        challenge = challenge_scores(scores)["model"]
         values = {"score": challenge.score}
         for group, segments in (("seen", challenge.seen), ("unseen", challenge.unseen)):
             if segments is not None:
@@ -67,7 +68,7 @@ def _quantity(
 
 
 def segments_section(evidence: Evidence) -> str:
-    """Return the page's section on segments; empty without EEG."""
+    """Return the section of comparison.md on segments; empty without EEG."""
     if not evidence.segments:
         return ""
     rows = [

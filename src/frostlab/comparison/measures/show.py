@@ -1,4 +1,4 @@
-"""Sections of a comparison's page about the arms' times and convergence (arm: recipe variant)."""
+"""Sections of comparison.md about the times and the convergence of arms (variants of a recipe)."""
 
 from frostlab.comparison.evidence import CONVERGED, Evidence, TimedArm
 from frostlab.comparison.measures.times import (
@@ -12,7 +12,7 @@ from frostlab.text import NONE, escaped, hms, markdown, number
 
 
 def step_times(evidence: Evidence) -> str:
-    """Return the section about interleaved steps."""
+    """Return the section about the times of steps, which the arms took in turn."""
     timing = evidence.timing
     if timing is None:
         return ""
@@ -178,7 +178,7 @@ def convergence_section(evidence: Evidence) -> str:
     confidence = 100 * (1 - evidence.rules.level)
     note = (
         f"The target is {escaped(convergence.metric)} {convergence.target:.6g} on the split that "
-        f"selects the weights: {escaped(convergence.place)}. A run reaches it at the first "
+        f"selects the checkpoint: {escaped(convergence.place)}. A run reaches it at the first "
         "evaluation that is as good, so the numbers are only as fine as the interval between "
         "evaluations. Reached: finished runs that reached it, of all that finished or diverged; "
         "means are over the runs that reached it. Ratios are paired by seed over the seeds with "

@@ -13,7 +13,8 @@ import numpy as np
 from frostlab.comparison.evidence import Effect, RefusedPair, SplitTests, SubjectTest, stored
 from frostlab.comparison.plan import Plan
 from frostlab.comparison.statistics import holm, paired
-from frostlab.records.folder import REPORTED, SCORES, RunRecord, read_scores
+from frostlab.envelopes.scores_json import REPORTED, SCORES
+from frostlab.records.folder import RunRecord
 from frostlab.records.schema import read
 from frostlab.storage import finite
 
@@ -30,11 +31,11 @@ def subject_tests(
     """
     left_out = {(pair.arm, pair.seed) for pair in refused}
     scores = {
-        (arm.name, seed): read_scores(records[arm.name, seed].folder)
+        (arm.name, seed): record.envelope_scores()[0]
         for arm in plan.arms
         for seed in plan.seeds
         if (arm.name, seed) in records.keys() - left_out
-        and (records[arm.name, seed].folder / SCORES).exists()
+        and ((record := records[arm.name, seed]).folder / SCORES).exists()
     }
     tests = {}
     for split in REPORTED:

@@ -27,11 +27,11 @@ class ArmTimes:
     """The times of one arm, in seconds; None if they are not known."""
 
     total: Summary | None  # of a whole run
-    epochs: float | None  # of a run; below 1 for runs shorter than an epoch
+    epochs: float | None  # number of epochs of a run; below 1 for a run shorter than an epoch
     per_epoch: Summary | None  # training alone, over all epochs of all runs
     scaled: bool  # whether `per_epoch` is scaled from runs shorter than an epoch
     per_step: float | None  # mean time of a step after warm-up, in the compared runs
-    validation: float | None  # a run's evaluations on the split that selects the weights
+    validation: float | None  # a run's evaluations on the split that selects the checkpoint
     evaluation: Summary | None  # one of these evaluations
     evaluations: float | None  # number of these evaluations in a run
     utilisation: float | None  # of the GPU, in percent
@@ -123,7 +123,10 @@ def whole_run_note(evidence: Evidence) -> str:
 def gap_note(evidence: Evidence, gap: TotalGap) -> str:
     """Say why no verdict follows from the total times."""
     if gap.of == "alternating rounds":
-        return "whole runs alternated between the arms, without controls, so no verdict follows"
+        return (
+            "whole runs alternated between the arms, but without copies of the baseline as "
+            "controls, so no verdict follows"
+        )
     return whole_run_note(evidence)
 
 

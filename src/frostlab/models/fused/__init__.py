@@ -12,9 +12,10 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 def chosen(
     function: Callable[..., Any], operation: Callable[..., Any], x: Tensor
 ) -> Callable[..., Any]:
-    """Return a function that starts kernels, or the operation of torch made from it, for x.
+    """Return `function`, which starts kernels, or `operation`, the torch operator made from it.
 
-    Only a compiler, which calls an autograd function with tensors of its own kind, needs the
-    operation. Calling it imports torch's compiler, which takes a second.
+    A compiler that traces an autograd function passes tensors of its own classes, such as
+    FakeTensor, and needs the operator. For any other x, the function is returned, because the first
+    call of an operator imports torch's compiler, which takes a second.
     """
     return function if type(x) in (Tensor, nn.Parameter) else operation

@@ -2,9 +2,9 @@
 
 A program is one warp with a block of channels, two per lane, and no lane needs the values of
 another. The taps and the sums stay in registers. Rows of the input are loaded one by one; each is
-converted to float32 once and used for all sums that need it. With 16 rows and 31 taps, a row is
-thus loaded by 46 / 16 = 2.9 programs on average, mostly from the caches, and not 31 times. The
-loops over rows and taps are unrolled, which takes a few seconds to compile.
+converted to float32 once and used for all sums that need it. With 16 output rows per program and
+31 taps, a row is thus loaded by 46 / 16 = 2.9 programs on average, mostly from the caches, and not
+31 times. The loops over rows and taps are unrolled, which takes a few seconds to compile.
 """
 
 # Triton cannot unpack tuples, so they are extended with +.
@@ -26,7 +26,7 @@ def _convolve(  # type: ignore[no-untyped-def]
     width: tl.constexpr, kernel: tl.constexpr, biased: tl.constexpr, flipped: tl.constexpr,
     rows: tl.constexpr, channels: tl.constexpr,
 ):  # fmt: skip
-    """Compute `rows` time steps of a block of channels; `flipped` takes the taps from the last on.
+    """Compute `rows` time steps of a block of channels; `flipped` reverses the taps.
 
     Reads rows + kernel − 1 rows of x and the block's taps, and writes `rows` rows.
     """

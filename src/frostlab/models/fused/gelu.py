@@ -1,4 +1,4 @@
-"""GELU after a linear map whose bias gets its gradient from the same kernel, on CUDA."""
+"""GELU after a linear map; on CUDA, its backward kernels also compute the bias's gradient."""
 
 from typing import Any
 
@@ -13,14 +13,15 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def fits(dtype: torch.dtype) -> bool:
-    """Return whether the kernels can take the place of torch's: in float32 they are less exact."""
+    """Return whether the kernels may replace torch's: not in float32, where they are less exact."""
     return fused.HAS_TRITON and dtype in _DTYPES
 
 
 def gelu_of(linear: nn.Module, inputs: Tensor, approximate: str) -> Tensor:
     """Return GELU of a linear map's output, by the kernels where they can be used.
 
-    While a layer is compiled, `frostlab.training.step.fusion` decides.
+    While a layer is compiled, this is torch's GELU, and `frostlab.training.step.fusion` may then
+    replace it by `gelu`.
     """
     device = inputs.device.type
     autocasts = torch.is_autocast_enabled(device)

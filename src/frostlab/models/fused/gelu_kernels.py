@@ -1,7 +1,8 @@
 """Triton kernels of GELU and of its gradient, with the sum of that gradient over all rows.
 
 GELU and its derivative are computed from one exponential. The exact variant uses formula 7.1.26 of
-Abramowitz and Stegun for erf, whose error of 1.5e-7 is a thousandth of what bf16 rounds away.
+Abramowitz and Stegun for erf. Its error, 1.5e-7, is less than a thousandth of bf16's rounding error
+for numbers near 1.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -23,8 +24,8 @@ def _parts(x, tanh: tl.constexpr):
     """Return the factor by which GELU multiplies x, and x times the derivative of this factor."""
     if tanh:
         inner = x * (1.5957691216057308 + 0.07135481282553524 * x * x)  # 2 √(2/π) (x + 0.044715 x³)
-        share = 1 / (1 + tl.exp(-inner))
-        slope = x * (1.5957691216057308 + 0.21406443847660572 * x * x) * share * (1 - share)
+        factor = 1 / (1 + tl.exp(-inner))
+        slope = x * (1.5957691216057308 + 0.21406443847660572 * x * x) * factor * (1 - factor)
     else:
         size = tl.abs(x)
         falling = tl.exp(-0.5 * x * x)
@@ -32,17 +33,17 @@ def _parts(x, tanh: tl.constexpr):
         series = 1.421413741 + t * (-1.453152027 + t * 1.061405429)
         series = t * (0.254829592 + t * (-0.284496736 + t * series))
         tail = 0.5 * series * falling
-        share = tl.where(x < 0, tail, 1 - tail)
+        factor = tl.where(x < 0, tail, 1 - tail)
         slope = 0.3989422804014327 * x * falling
-    return share, slope
+    return factor, slope
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward(x, out, count, tanh: tl.constexpr, block: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     value = tl.load(x + place, place < count, 0.0).to(tl.float32)
-    share, _ = _parts(value, tanh)
-    tl.store(out + place, (value * share).to(out.dtype.element_ty), place < count)
+    factor, _ = _parts(value, tanh)
+    tl.store(out + place, (value * factor).to(out.dtype.element_ty), place < count)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -50,7 +51,7 @@ def _backward(
     upstream, x, by_x, shares, count, width,
     tanh: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of x for a block of columns, and this program's share of its sums."""
+    """Write the gradient of x for a block of columns, and its sums over this program's rows."""
     column = tl.program_id(0) * columns + tl.arange(0, columns)[None, :]
     added = tl.zeros((rows, columns), tl.float32)
     stride = tl.full((), width, tl.int64)
@@ -59,8 +60,8 @@ def _backward(
         place = row * stride + column
         inside = (row < count) & (column < width)
         value = tl.load(x + place, inside, 0.0).to(tl.float32)
-        share, slope = _parts(value, tanh)
-        gradient = tl.load(upstream + place, inside, 0.0).to(tl.float32) * (share + slope)
+        factor, slope = _parts(value, tanh)
+        gradient = tl.load(upstream + place, inside, 0.0).to(tl.float32) * (factor + slope)
         gradient = gradient.to(by_x.dtype.element_ty)
         tl.store(by_x + place, gradient, inside)
         added += gradient.to(tl.float32)

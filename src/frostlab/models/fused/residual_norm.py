@@ -1,8 +1,8 @@
 """A residual sum with the layer norm after it: in Triton kernels on CUDA, else in torch's.
 
 One kernel adds a branch to the residual stream, normalises the sum, and writes the result in the
-dtype in which the next linear map needs it. Two more compute all gradients, those of the branch's
-dropout and bias included.
+dtype in which the next linear map needs it. Two more compute all gradients, including those of the
+branch before its dropout and of the branch's bias.
 """
 
 from typing import Any
@@ -38,7 +38,10 @@ def add_and_norm(
 
 
 def keep_and_norm(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return x and its norm; kernels add up the gradients of both, where x is used again."""
+    """Return x and its norm.
+
+    If the caller goes on with the returned x, one backward kernel adds the gradients of both.
+    """
     if not has_kernel(x, norm):
         return x, norm(x)
     assert isinstance(norm, nn.LayerNorm)
@@ -50,7 +53,7 @@ def keep_and_norm(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def apply_linear(linear: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Apply a linear map; also return its bias, if the caller must give it its gradient."""
+    """Apply a linear map; also return its bias if the caller must compute the bias's gradient."""
     if type(linear) is not nn.Linear or linear.bias is None or is_hooked(linear):
         return linear(inputs), None
     if not linear.bias.requires_grad:
@@ -61,7 +64,8 @@ def apply_linear(linear: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor | No
 def has_kernel(x: Tensor, norm: nn.Module) -> bool:
     """Return whether the kernels can take the place of a norm, whose module is then not called.
 
-    While a layer is compiled, `frostlab.training.step.fusion` decides.
+    While a layer is compiled, they cannot; `frostlab.training.step.fusion` may then put them into
+    the layer's graph.
     """
     if not x.is_cuda or type(norm) is not nn.LayerNorm or torch.compiler.is_compiling():
         return False
@@ -97,10 +101,11 @@ def residual_norm(
     """Return x + dropout(branch), its norm in float32, and its norm in autocast's dtype.
 
     Without a branch, the first result is x. The gradients of the results are added in one kernel,
-    so x should not be used again; use the first result. `keeps`, `exact` and `low` say which
-    results are used; the others are None or stand for another. Without autocast, the last two are
-    the same. `bias` is the bias that the branch already contains: it gets its gradient here, so the
-    branch must have been computed with `bias.detach()`.
+    so x should not be used again; use the first result. `keeps`, `exact` and `low` say which of the
+    three results, in this order, the caller uses. Without `keeps`, the first is None. If only one
+    norm is used, or without autocast, the last two are the same tensor. `bias` is the bias that the
+    branch already contains: it gets its gradient here, so the branch must have been computed with
+    `bias.detach()`.
     """
     device = x.device.type
     dtype = None

@@ -1,9 +1,9 @@
 """Triton kernels of a residual sum with a layer norm, forward and backward.
 
 A program holds one row at a time in registers, eight columns per lane. In the backward pass, it
-takes one row after another and keeps its share of the sums over all rows in registers; a second
-kernel adds the shares in a fixed order, so that the result does not depend on which program was
-faster.
+takes one row after another and adds up, in registers, its share of the gradients of weight, shift
+and bias, which are sums over all rows; a second kernel adds the shares in a fixed order, so that
+the result does not depend on which program was faster.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -58,7 +58,8 @@ def _backward(
     """Write the gradients of x and of the branch; add up those of weight, shift and bias.
 
     `by_total`, `by_exact` and `by_low` are the gradients of the sum and of the norm's two outputs.
-    The gradient of the branch is that before its dropout: the mask times `factor`.
+    `by_branch` is the gradient before the branch's dropout, so it is multiplied by the dropout's
+    mask and by `factor`, 1 / (1 − p).
     """
     column = tl.arange(0, block)
     inside = column < width

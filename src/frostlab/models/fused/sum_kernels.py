@@ -1,4 +1,7 @@
-"""A Triton kernel for the end of sums over all rows: it adds the shares of many programs."""
+"""A Triton kernel that completes sums over rows: it adds the partial sums of many programs.
+
+The partial sums are called shares.
+"""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -38,7 +41,7 @@ def _add(
 def add_shares(shares: Tensor, sums: Sequence[Tensor]) -> None:
     """Add shares of shape (programs, lines, width) over the programs.
 
-    `sums` are up to three tensors of `width` elements, one for each of the first lines.
+    `sums` are up to three tensors of `width` elements; they receive the sums of the first lines.
     """
     programs, lines, width = shares.shape
     first, second, third = (sums[min(i, len(sums) - 1)] for i in range(3))

@@ -19,9 +19,10 @@ from frostlab.envelopes.figures import (
     kernel_rows,
     subject_rows,
 )
+from frostlab.envelopes.scores_json import SCORES, SPLITS
 from frostlab.errors import BadInput, first_line
 from frostlab.pages.content import Block, Figure, Records, Table
-from frostlab.records.folder import SCORES, SPLITS, best_scores, read_scores
+from frostlab.records.folder import RunRecord
 from frostlab.storage import path_inside
 from frostlab.text import plain, short
 
@@ -47,7 +48,7 @@ def blocks(folder: Path, records: Records, problems: list[str]) -> list[Block]:
 def _subjects(folder: Path, records: Records) -> list[Block]:
     shown: list[Block] = []
     rows = []
-    scores, best = read_scores(folder), best_scores(folder)
+    scores, best = RunRecord(folder).envelope_scores()
     for split, decoders in scores.items():
         for decoder in decoders:
             at = ("splits", split, decoder, "summary")
@@ -100,7 +101,7 @@ def of_arms(folder: Path, runs: Mapping[str, str]) -> list[Figure]:
     for arm, run in runs.items():
         try:
             place = path_inside(folder, run)
-            scores[arm] = read_scores(place)
+            scores[arm], _ = RunRecord(place).envelope_scores()
             envelopes[arm], heard = _envelopes(place)
             for figure in _electrodes(place, Records(place))[:1]:
                 maps.append(replace(

@@ -1,4 +1,7 @@
-"""Table entries, table helpers and functions for heads that several architectures use."""
+"""Entries and functions that the tables of several architectures share.
+
+A table maps parameter paths to roles (`frostlab.roles.description`).
+"""
 
 from typing import Any
 

@@ -104,10 +104,10 @@ CONFORMER_LAYER: Table = {
     "attention.norm": "norm",
     "attention.qkv": QKV,
     "attention.out": "output",
-    "attention.position": "position",  # these three only with attention: relative
+    "attention.position": "position",  # these three only if the config's attention is relative
     "attention.content_bias": "position",
     "attention.place_bias": "position",
-    # only in the published variant, whose attention is plain
+    # only if `published` is true in the config; then attention is plain
     "attention.relative_positions": "position",
     "convolution.norm": "norm",
     "convolution.enter": "conv",

@@ -142,7 +142,7 @@ def clip_heads(module: Any, stack: str) -> Heads:
 
 CLIP_STACKS = {"text_model": "text", "vision_model": "vision"}
 register("clip", Description(CLIP, clip_heads, CLIP_STACKS))
-# Single stacks: paths begin with `text_model` or `vision_model` only if the model has a head.
+# Models of one stack: paths begin with `text_model` or `vision_model` only if there is a head.
 register("clip_text_model", Description({**CLIP, **CLIP_TEXT}, clip_heads, CLIP_STACKS))
 register("clip_vision_model", Description({**CLIP, **CLIP_VISION}, clip_heads, CLIP_STACKS))
 

@@ -1,9 +1,10 @@
 """The attentions of a traced model: which rows of which parameters each head is computed from.
 
 An attention is torch's fused attention, or it is written out: a product of two activations (the
-scores), its softmax (the probabilities), and the product of that with a third activation. Its sides
-are the operands: query, key and value. A head's rows are found from gradients: the gradient of its
-query with respect to a weight is non-zero exactly on the rows that the query is computed from.
+scores), its softmax (the probabilities), and the product of the probabilities with a third one. Its
+sides are the operands: query, key and value. A head's rows are found from gradients: the gradient
+of its query with respect to a weight is non-zero exactly on the rows that the query is computed
+from. `graph.py` explains contractions and products.
 """
 
 from collections.abc import Container, Iterator
@@ -40,12 +41,12 @@ class Side:
 
     role: str
     edge: GradientEdge
-    operand: int  # which operand of the node it is
-    feature_axis: int
+    operand: int  # which operand of the product, or of the fused attention, it is
+    feature_axis: int  # the axis of the entries of one vector
     contractions: list[Contraction] = field(default_factory=list)
     bare: list[Use] = field(default_factory=list)  # parameters used without a projection
     sources: set[Node] = field(default_factory=set)  # nodes that its projections' inputs come from
-    groups: list[Group] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)  # its heads
     factors: dict[int, "Factor"] = field(default_factory=dict)  # node id → earlier projection
 
 
@@ -55,20 +56,20 @@ class Factor:
 
     contraction: Contraction
     roles: set[str]
-    rows: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    rows: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)  # as in `Touched`
 
 
 @dataclass(eq=False)
 class Attention:
-    """One execution of an attention; if scores are a sum of products, there is one for each."""
+    """One execution of an attention; if the scores are a sum of products, one for each product."""
 
     sides: dict[str, Side]
     core: Node  # the node whose operands are the query and the key
-    place: int  # the softmax's number in the order of the graph, or that of the fused attention
-    result: Node  # the product with the values; `core` if this one has no values
+    place: int  # number of the softmax, or of the fused attention, in the order of the graph
+    result: Node  # the product with the values; `core` if it is fused, or this one has no values
     position: list[Contraction] = field(default_factory=list)  # projections of positions
     added: list[Use] = field(default_factory=list)  # parameters that shift or scale the scores
-    lookups: list[Contraction] = field(default_factory=list)  # contractions that enter the scores
+    lookups: list[Contraction] = field(default_factory=list)  # contractions that do so
     factors: list[Factor] = field(default_factory=list)
     cross: bool = False  # whether keys come from another sequence than queries
 
@@ -216,7 +217,7 @@ class Attentions:
         )
 
     def _escaping(self) -> dict[Node, bool]:
-        """Return node → whether its value reaches an output without passing an attention's core."""
+        """Return node → whether its value reaches an output without passing through `self.core`."""
         graph = self.graph
         free: dict[Node, bool] = {}
         leaves = [node for node in graph.order if not node.next_functions]
@@ -229,7 +230,7 @@ class Attentions:
         return free
 
     def _value_products(self, softmax: Node) -> list[tuple[Node, int]]:
-        """Return the products with a softmax's probabilities, and which operand those are."""
+        """Return the products with a softmax's probabilities, and which operand these are."""
         graph = self.graph
         found, seen = [], set()
         pending = list(graph.consumers.get(softmax, []))
@@ -316,7 +317,7 @@ class Attentions:
                 every.append(sides)
                 position += [c for role in sides for c in projected[role]]
         whole = [attention for attention in found if len(attention.sides) == 2]
-        if found and not whole:  # not positions, then, but a learned query
+        if found and not whole:  # the operand made of parameters is a learned query, not positions
             position.clear()
             for attention, sides in zip(found, every, strict=True):
                 attention.sides = sides
@@ -364,7 +365,7 @@ class Attentions:
         return found
 
     def _positions_of(self, side: Side) -> list[Contraction]:
-        """Return the projections of an operand that is computed from parameters alone."""
+        """Return the projections that make an operand from parameters alone; else an empty list."""
         graph = self.graph
         found = []
 
@@ -390,7 +391,7 @@ class Attentions:
         return found
 
     def _projections(self, start: GradientEdge | Node) -> set[Node]:
-        """Return the nearest contractions before a value; the walk stops at cores."""
+        """Return the nearest contractions before an edge or node, up to the previous attention."""
         graph = self.graph
 
         def stop(node: Node) -> bool:
@@ -400,7 +401,7 @@ class Attentions:
         return {node for node, stopped in walk if stopped and graph.contraction(node) is not None}
 
     def _read_side(self, side: Side) -> None:
-        """Find the projections of a side: the first contractions on the way back."""
+        """Find the projections of a side: the first contractions on the way back to the inputs."""
         graph = self.graph
         made: Node = None  # a product of two activations, outside the attentions
         for node, stopped in graph.before(side.edge, self._stops):
@@ -446,7 +447,7 @@ class Attentions:
         return not self._summed(sources) & self._summed(key.sources)
 
     def _summed(self, sources: set[Node]) -> set[Node]:
-        """Return the sources, but x for a sum x + p of an activation and positions."""
+        """Return the sources; for a source x + p, an activation plus positions, return x."""
         graph = self.graph
         found = {source for source in sources if source not in graph.nodes}
         for source in sources & graph.nodes.keys():
@@ -468,7 +469,7 @@ class Attentions:
         )
 
     def escapes(self, node: Node) -> bool:
-        """Return whether a value reaches an output without going through an attention's core."""
+        """Return whether a value reaches an output without passing through an attention."""
         return self._free[node]
 
     def is_hub(self, node: Node) -> bool:
@@ -480,7 +481,7 @@ class Attentions:
         return self._hubs[node]
 
     def refuse_powers(self, known: Container[int]) -> None:
-        """Raise an error if probabilities are multiplied by one another before the values.
+        """Raise an error if probabilities are multiplied together before they weigh the values.
 
         Args:
             known: ids of the parameters that the attentions claim.
@@ -498,7 +499,7 @@ class Attentions:
                     if any(use.parameter not in known for use in uses):
                         raise UnknownArchitecture(
                             f"{self._where(node)} multiplies the probabilities of an attention by "
-                            "one another before the values"
+                            "one another before it multiplies the values by them"
                         )
 
     def _has_origins(self, node: Node) -> bool:

@@ -1,4 +1,4 @@
-"""What the attentions of a trace say about each parameter: roles of rows, and heads.
+"""What the attentions of a watched pass say about each parameter: roles of rows, and heads.
 
 Every head of every side (query, key or value) claims the rows that it is computed from. A row has
 one role: a model in which two sides claim the same row is refused.
@@ -28,7 +28,7 @@ class Claim:
 
     role: str
     place: int  # number of the attention, see Attention.place
-    head: int | None  # None: all heads, as in a factor of a low-rank projection
+    head: int | None  # None: all heads, as in the first of two low-rank projections
     axes: tuple[Tensor, ...]  # for each axis of the parameter, a mask of the claimed indices
     axis: int | None = None  # which axis has the rows, if the projection shows it
 
@@ -119,7 +119,7 @@ def _claims_of(graph: Graph, attention: Attention) -> Iterable[tuple[Use, Claim]
 
 
 def _crosses_heads(attention: Attention) -> bool:
-    """Return whether the keys of one head have different rows: it attends to channels."""
+    """Return whether an attention attends to channels, so that rows differ from key to key."""
     side = attention.sides.get("key")
     first: dict[tuple[int, ...], Group] = {}
     for group in [] if side is None else side.groups:
@@ -237,7 +237,10 @@ def _heads(parts: list[Tensor], rows: Tensor) -> Heads | None:
 
 
 def _divided_axes(claims: list[Claim]) -> list[int]:
-    """Return the axes along which roles share no row or, without such axes, some heads do not."""
+    """Return the axes along which no row has two roles.
+
+    If there is no such axis, or only one role, return the axes along which two claims share no row.
+    """
     apart = [axis for axis in range(len(claims[0].axes)) if _roles_lie_apart(claims, axis)]
     if len({claim.role for claim in claims}) > 1 and apart:
         return apart

@@ -21,7 +21,7 @@ from frostlab.roles.tracing.trace import Use
 # an alias to a mask for each of its axes: the indices at which there is a gradient.
 Touched = dict[int, tuple[Tensor, ...]]
 Key = tuple[tuple[int, tuple[bytes, ...]], ...]  # a Touched as bytes, for comparisons
-_MOST_STARTS = 32  # most vectors of a side from which the search for heads starts
+_MOST_STARTS = 32  # most vectors of a query, key or value from which the search for heads starts
 _LONG = 16  # along an axis longer than this, only some vectors are examined
 
 
@@ -112,7 +112,7 @@ def output_axis(graph: Graph, contraction: Contraction) -> int:
 
 
 class _Side:
-    """A side of an attention: where it enters, and what it is computed from."""
+    """The query, key or value of an attention: its edge, and what it is computed from."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class _Side:
         rest = [c for c in contractions if c not in self.plain]
         self.uses = [u for c in rest for u in (*c.weights, *c.bias)] + list(bare)
         self.uses += [u for c in self.plain for u in c.bias if u not in _plain_bias(graph, c)]
-        self.lengths = list(shape_at(edge))  # of all axes but the feature axis
+        self.lengths = list(shape_at(edge))  # sizes of all axes but the feature axis
         del self.lengths[feature_axis]
         self._known: dict[tuple[int, ...], Touched] = {}
 
@@ -158,7 +158,7 @@ class _Side:
     def uncovered(self, whole: Touched, known: Sequence[Touched]) -> tuple[int, ...] | None:
         """Return the index of a vector that depends on rows of `whole` outside `known`, or None.
 
-        It is found by bisection, since most vectors may be padding.
+        The search is a bisection, since most vectors may be padding.
         """
         if not _adds(whole, known):
             return None
@@ -234,7 +234,7 @@ def find_groups(
         base = side.uncovered(whole, list(rows_of.values()))
     else:
         raise UnknownArchitecture(
-            "a side of an attention depends on rows for which no head is found"
+            "the query, key or value of an attention depends on rows for which no head is found"
         )
     order = sorted(heads, key=lambda key: min(heads[key]))
     for key in order:

@@ -31,7 +31,7 @@ def query_operand(graph: Graph, softmax: Node, product: Node) -> int | None:
         same = _unchanged(softmax, start, edges, place, axis)
         if same is not None and same[0] != same[1]:
             return 0 if same[0] else 1
-        for other in range(len(shape)):  # scores of two queries and one key
+        for other in range(len(shape)):  # perhaps scores of two queries and one key
             same = None if other == axis else _unchanged(softmax, start, edges, place, other)
             if same is not None and same[0] != same[1]:
                 return 1 if same[0] else 0
@@ -65,8 +65,8 @@ def sums_along(softmax: Node, product: Node) -> bool:
 def _places(softmax: Node, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Yield indices of scores that are not masked: the last one, then others."""
     weights = softmax._saved_result.flatten()
-    counts = weights.nonzero().flatten().tolist() or [len(weights) - 1]
-    chosen = [counts[-1 - attempt * (len(counts) - 1) // _TRIES] for attempt in range(_TRIES)]
+    unmasked = weights.nonzero().flatten().tolist() or [len(weights) - 1]
+    chosen = [unmasked[-1 - attempt * (len(unmasked) - 1) // _TRIES] for attempt in range(_TRIES)]
     for index in dict.fromkeys(chosen):
         yield tuple(int(i) for i in torch.unravel_index(torch.tensor(index), shape))
 
@@ -78,9 +78,11 @@ def _unchanged(
     place: tuple[int, ...],
     axis: int,
 ) -> tuple[bool, bool] | None:
-    """Return for each operand whether two scores that differ along an axis share its vector.
+    """Return, for each operand, whether two scores are computed from the same vector of it.
 
-    None: there are no two scores that are not masked, or one does not depend on both operands.
+    The indices of the two scores differ only along `axis`; elsewhere they are those of `place`.
+    Return None if fewer than two of these scores are not masked, or if one of the two does not
+    depend on both operands.
     """
     line: list[Any] = list(place)
     line[axis] = slice(None)

@@ -1,4 +1,4 @@
-"""What a model's config, signature and weights say about its inputs, and inputs made to match."""
+"""What a model's config, signature and weights say about its inputs, and inputs that fit."""
 
 import inspect
 import math
@@ -78,7 +78,7 @@ class Facts:
     # ---- facts of the config ----
 
     def fact(self, *names: str, within: Sequence[Any] | None = None) -> Any:
-        """Return the value of the first name that a config has; strings do not count."""
+        """Return the first of these attributes that a config has; strings do not count."""
         for name in names:
             for config in self.configs if within is None else within:
                 value = _attribute(config, name)

@@ -34,14 +34,14 @@ from frostlab.roles.tracing.trace import Trace, traced, watched_copy
 from frostlab.roles.tracing.verify import Unsteady, verify
 
 _LARGE = 300_000_000  # a model with more parameters is read from a small copy, if one can be built
-_SMALL = 1 << 16  # parameters of a copy with at most this many entries get noise
+_SMALL = 1 << 16  # parameters of a small copy get noise if they have at most this many entries
 _MOST_CALLS = 12  # most guesses of inputs that are tried
 _RECOMPUTED = "its layers are recomputed, so they are not seen; turn torch.utils.checkpoint off"
 _SCANS = {"Cumsum", "Cumprod", "Logcumsumexp"}
 
 
 class Indescribable(UnknownArchitecture):
-    """A model that no table could describe either."""
+    """An error about a model for which a table would not help either, such as a quantised one."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Found:
 def find_roles(model: nn.Module, slots: Sequence[Slot], batch: Any = None) -> Found:
     """Find the role of every slot; raise UnknownArchitecture if the evidence does not suffice.
 
-    If the model has no values (on `meta`), or is large and no batch is given, a small copy is read
-    instead, which is built from the config.
+    If the model has no values (on `meta`), or is large and no batch is given, a small copy is built
+    from the config, if possible, and read instead.
     """
     empty = any(parameter.is_meta for parameter in model.parameters())
     if empty or (batch is None and _size(model) > _LARGE):
@@ -120,10 +120,10 @@ def _refuse_unseen(model: nn.Module) -> None:
 
 
 def _from_copy(small: Small, slots: Sequence[Slot], batch: Any) -> Found:
-    """Return the evidence of a small copy, for the parameters that it stands for."""
+    """Return the evidence of a small copy, carried over to the parameters of the original."""
     from frostlab.roles.read import slots_of  # imports this module
 
-    _widen(small.model)
+    _add_noise(small.model)
     found = _find(small.model, slots_of(small.model), batch)
     shapes = {name: tuple(p.shape) for name, p in small.model.named_parameters()}
     layers = Layers(_dimensions(slots), found.attention_names, {})
@@ -152,7 +152,7 @@ def _from_copy(small: Small, slots: Sequence[Slot], batch: Any) -> Found:
 
 
 @torch.no_grad()
-def _widen(model: nn.Module) -> None:
+def _add_noise(model: nn.Module) -> None:
     """Add noise to the small parameters of a copy: zeros, as in biases, would show nothing."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
@@ -270,7 +270,7 @@ def _refuse_without_history(
 
 
 def _silent(attentions: Attentions, findings: Mapping[int, Finding]) -> set[int]:
-    """Return ids of attentions' projections that no head claims, such as those of zero inputs."""
+    """Return ids of attentions' projections that no head claims, e.g. because their input is 0."""
     return {
         use.parameter
         for attention in attentions.found for side in attention.sides.values()
@@ -412,7 +412,7 @@ def _measured(
 ) -> tuple[Measured, str, bool]:
     """Return what is known about a slot, its first row's role, and whether cross-attention uses it.
 
-    The slot's pieces are joined.
+    What is known about the slot's pieces is joined.
     """
     axis: int | None = None
     heads: dict[str, Heads] = {}

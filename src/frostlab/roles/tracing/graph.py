@@ -53,7 +53,7 @@ class Contraction:
 
 
 class Graph:
-    """The graph of a trace, with what consumes each node."""
+    """The graph of a watched pass, with the nodes that use the result of each node."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -96,7 +96,7 @@ class Graph:
         return id(getattr(node, "variable", None)) in self._inputs
 
     def call(self, node: Node) -> int:
-        """Return the number of the call that made a node."""
+        """Return the number of the call of a torch function that made a node."""
         return bisect_right(self._starts, node._sequence_nr()) - 1
 
     def module(self, node: Node) -> str:
@@ -223,7 +223,7 @@ class Graph:
     def is_recurrent(self, node: Node) -> bool:
         """Return whether a node joins the results of a loop in which each state makes the next.
 
-        Every result then depends on more products than the one before, without a projection
+        Every result then depends on more multiplications than the one before, without a projection
         between them.
         """
         parents = [parent for parent, _ in node.next_functions if parent is not None]
@@ -330,7 +330,7 @@ def counts_up(record: Record) -> bool:
 
 
 def saved_axis(node: Node, axes: int) -> int:
-    """Return the axis along which a node works, such as a softmax, counted from the first."""
+    """Return the axis along which a node, such as a softmax, works, as a non-negative index."""
     dim = getattr(node, "_saved_dim", -1)
     return int(dim - 2**64 if dim >= 2**63 else dim) % axes
 

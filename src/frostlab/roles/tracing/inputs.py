@@ -110,7 +110,7 @@ class _Named(Facts):
             )
 
     def mixed(self) -> Iterator[Call]:
-        """Offer text with as many image and sound tokens as the model makes of them."""
+        """Offer text with a placeholder for every vector that the model makes of images and sound."""
         images = self.counted("image", self.image_arguments())
         sounds = self.counted("audio", self.sound_arguments())
         if images and sounds:
@@ -121,7 +121,7 @@ class _Named(Facts):
             for made in self.image_arguments():
                 yield self.finished({"input_ids": self.ids()} | made)
         token = self.fact("audio_token_id", "audio_token_index")
-        if not sounds and isinstance(token, int):  # the model replaces it with all features
+        if not sounds and isinstance(token, int):  # one token stands for all features
             for made in self.sound_arguments():
                 yield self.interleaved([(made, token, 1)])
         if not sounds:
@@ -133,7 +133,7 @@ class _Named(Facts):
     ) -> list[tuple[Arguments, int | None, int]]:
         """Return at most two offers that the model can turn into features.
 
-        With each: the id of the placeholder token, if any, and the placeholders per sample.
+        With each: the id of the placeholder token, if any, and the number of them in each sample.
         """
         method = self.feature_method(kind)
         if method is None:
@@ -177,7 +177,7 @@ class _Named(Facts):
         return self.finished({"input_ids": ids} | made)
 
     def finished(self, made: Arguments) -> Call:
-        """Return the call with arguments that are still required, or that some models need."""
+        """Return a call with these arguments, the other required ones, and some that models need."""
         made = dict(made)
         wanted = [name for name in self.required if name not in made]
         if "decoder_input_ids" in self.parameters:
@@ -342,7 +342,7 @@ class ByWeights(Facts):
     """Calls with positional arguments, guessed from the first weights of a model."""
 
     def by_weights(self) -> Iterator[Call]:
-        """Offer positional arguments, guessed from the first weights and the first one's name."""
+        """Offer positional arguments, guessed from the first weights and the argument's name."""
         names = self.required or list(self.parameters)[:1]
         if not names or len(names) > 3:
             return

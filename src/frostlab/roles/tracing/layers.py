@@ -1,7 +1,7 @@
 """The layers and stacks of a traced model.
 
 A layer is a module in a list of modules of which some have an attention. A stack is such a list, or
-several lists if the model has stages.
+several lists if their layers are grouped, such as `stages.0.blocks` and `stages.1.blocks` in Swin.
 """
 
 import re
@@ -59,7 +59,7 @@ class Layers:
         self._add_side_lists(names, runs)
 
     def _add_side_lists(self, names: Sequence[str], runs: Mapping[str, Sequence[int]]) -> None:
-        """Count modules of other lists, such as norms, as parts of the layers if both alternate."""
+        """Count the modules of another list, such as norms, to the layers that they alternate with."""
         lists: dict[str, set[int]] = {}
         for name in names:
             segments = name.split(".")
@@ -79,8 +79,8 @@ class Layers:
     def _layer_of(self, inputs: Sequence[str], outputs: Sequence[str], inner: set[str]) -> str:
         """Return the path of the layer of one attention; empty if it is in no layer.
 
-        It holds the attention's projections and its output. `inner` has, for each attention of the
-        model, the path of the smallest repeated module around its projections.
+        The layer holds the attention's projections and its output. `inner` has, for each attention
+        of the model, the path of the smallest repeated module around its projections.
         """
         path = self._numbered([*inputs, *outputs])
         if not path:  # keys and values that several layers share are outside them
@@ -229,9 +229,9 @@ def _local_names(names: Sequence[str]) -> dict[str, set[str]]:
 
 
 def _innermost(path: str, found: Iterable[str], pairs: Sequence[Any]) -> str:
-    """Return the module below this path in a list like those of other layers; else the path.
+    """Return the path of a module inside this one that is a layer like others; else this path.
 
-    So a module counts as a layer even if its attention differs from that of the other layers.
+    Such a module holds an attention, and its list is one of several alike, such as `stages.*.blocks`.
     """
     forms = {_template(_parent(p)) for p in found}
     for inputs, _ in pairs:
@@ -291,7 +291,7 @@ def _natural(path: str) -> list[tuple[int, str]]:
 
 
 def _stack_names(templates: Sequence[str]) -> dict[str, str]:
-    """Return a short name for each stack: empty if it is alone, else where the paths differ."""
+    """Return a short name for each stack: empty if it is alone, else what differs in the paths."""
     if len(templates) < 2:
         return dict.fromkeys(templates, "")
     split = {template: template.split(".") for template in templates}

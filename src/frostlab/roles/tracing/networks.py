@@ -2,7 +2,7 @@
 
 In a layer, the first projection of such a network is `up` and the last is `down`. If the results of
 two first projections are multiplied, the one with the activation function is the `gate`.
-Several of them may be rows of one weight, which may also hold an attention's queries.
+Several projections may be rows of one weight, which may also hold an attention's queries.
 """
 
 from collections.abc import Callable
@@ -144,7 +144,7 @@ class Networks:
     def _unclaimed(
         self, contraction: Contraction, edge: GradientEdge
     ) -> dict[int, tuple[int, Tensor]] | None:
-        """Return the rows that a value depends on, if an attention claims others of the weight."""
+        """Return the rows of a weight that a value depends on; None if no attention claims it."""
         if not self.is_claimed(contraction):
             return None
         uses = [u for u in (*contraction.weights, *contraction.bias) if u.parameter in self.claimed]

@@ -86,8 +86,10 @@ def representative(name: str, small: Small) -> str:
 
 
 def _layer_counts(config: Any) -> Iterator[int]:
-    """Yield the numbers of layers to try: two, one where two are too large, then ever more
-    until every kind of layer occurs."""
+    """Yield the numbers of layers to try: 2, 1, 3, 4, … and at last the model's own number.
+
+    Two layers may be too large, and a kind of layer may be missing in the first few.
+    """
     longest = max((value for one in _configs(config) for _, value in _layer_fields(one)), default=1)
     yield from (2, 1, *range(3, min(longest, MOST_LAYERS) + 1)) if longest > 1 else ()
     if longest <= 1 or longest > MOST_LAYERS:
@@ -178,7 +180,7 @@ def _small_tokens(value: Any, tokens: dict[int, int]) -> Any:
 def _cut_lists(config: Any, before: int, after: int) -> None:
     """Cut lists with one entry per layer, so that every kind of layer stays if possible.
 
-    Numbers of layers become at most that of the last layer that is left.
+    Attributes that hold indices of layers get at most the index of the last layer that is left.
     """
     lists = {
         name: list(value)

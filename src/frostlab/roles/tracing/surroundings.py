@@ -82,7 +82,7 @@ class Around(Networks):
                     for use in self.graph.uses_below(activation.node):
                         self.set(use, "position")
             for use in attention.added:
-                # Other scores are multiplied by a temperature, or joined with those of a sink.
+                # A factor of the scores is a temperature; what is joined to them is a sink.
                 apart = meets(self.graph, use) in ("Mul", "Div", "Cat")
                 self.set(use, "other" if apart else "position")
 
@@ -105,7 +105,7 @@ class Around(Networks):
         return found
 
     def outputs(self, result: Node) -> Iterable[Contraction]:
-        """Yield the first projections of an attention's result that make no query, key or value."""
+        """Yield the first projections after an attention that do not make a query, key or value."""
         graph, projections = self.graph, self.attentions.projections
 
         def stop(node: Node) -> bool:
@@ -129,10 +129,10 @@ class Around(Networks):
     def _joined(
         self, contraction: Contraction
     ) -> tuple[dict[int, tuple[int, Tensor]], GradientEdge] | None:
-        """Return which columns of a weight multiply an attention's result, if others do not.
+        """Return which columns of a weight multiply an attention's result, if only some do.
 
-        That is so where the result is concatenated with another activation, whose edge is returned,
-        too. None: all columns multiply it, or it is concatenated in another way.
+        In this case, the result is concatenated with another activation, and its edge is returned,
+        too. None: all columns multiply the result, or it is concatenated in another way.
         """
         graph, edge = self.graph, contraction.activation
         while edge is not None and graph.kind(edge.node) in SHAPES - {"Cat"}:
@@ -173,7 +173,7 @@ class Around(Networks):
             self.read_ups(other, [c for c in ups if c is not None], between)
 
     def _is_projected(self, sum_: Node) -> bool:
-        """Return whether only projections of its layer use a sum, as att + v in o(att + v)."""
+        """Return whether only projections of its own layer use a sum, as `o` in o(att + v)."""
         graph = self.graph
 
         def stop(node: Node) -> bool:

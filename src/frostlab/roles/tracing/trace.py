@@ -52,7 +52,7 @@ class Use:
 
     parameter: int  # id of the parameter
     alias: Tensor
-    call: int
+    call: int  # number of the call, as in `Trace.records`
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Record:
     result: Any = None  # None, unless it is a product, projection, sum or statistic
     node: Any = None  # the graph node that made the result
     indices: Tensor | None = None  # for an embedding: the indices that were looked up
-    given: bool = False  # whether the indices are an input of the model, other than positions
+    given: bool = False  # whether the indices are an input of the model, but not one of positions
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Pin:
     always: bool = True  # False: only if none of the call's parameters has moved
 
     def copy(self, history: bool = True) -> Tensor:
-        """Return a copy; with `history` it requires a gradient, which decides torch's kernels."""
+        """Return a copy; with `history`, it requires a gradient: torch's kernels depend on that."""
         leaf: Tensor = self.result.detach()
         return leaf.requires_grad_(history and leaf.is_floating_point()).clone()
 

@@ -62,7 +62,7 @@ def verify(
     except AnotherWay:  # the model remembers something: every pass gets a new copy
         with suppress(AnotherWay):
             return _verify(lambda: watched_copy(model), call, graph, attentions, findings, names)
-    raise Unsteady("with the same inputs, a second pass makes other calls than the first")
+    raise Unsteady("a second pass with the same inputs calls other torch functions than the first")
 
 
 def _verify(
@@ -105,8 +105,9 @@ def _verify(
 def _pins(graph: Graph, attentions: Attentions) -> dict[int, Pin]:
     """Return the calls that repeat their recorded result in later passes, by number.
 
-    Statistics, results and outputs of attentions, and residual sums always do. Projections do
-    unless one of their parameters is moved. Short convolutions do not, as their inputs may change.
+    Statistics, results and output projections of attentions, and residual sums always do.
+    Projections do unless one of their parameters is moved. Short convolutions do not, as their
+    inputs may change.
     """
     records = graph.trace.records
     sides = [side for attention in attentions.found for side in attention.sides.values()]
@@ -195,11 +196,12 @@ def _check(
 def _contradiction(
     graph: Graph, side: Side, number: int, expected: bool, names: Mapping[int, str]
 ) -> Contradiction:
-    said = "did not move with" if expected else "moved without"
+    change, cause = ("did not change", "did") if expected else ("changed", "did not")
     rows = side.groups[number].rows
     where = sorted({names[graph.trace.uses[alias].parameter] for alias in rows})
     return Contradiction(
-        f"the {side.role} of head {number} {said} its rows of {', '.join(where[:3])}"
+        f"the {side.role} of head {number} {change}, although its rows of "
+        f"{', '.join(where[:3])} {cause}"
     )
 
 
