@@ -26,7 +26,7 @@ from frostlab.envelopes.correlation import fisher_mean
 from frostlab.envelopes.ridge import fit_ridge
 from frostlab.envelopes.scores import EnvelopeScores, score_recordings
 from frostlab.recipe.load import parse_settings
-from frostlab.records.folder import read_scores
+from frostlab.records.folder import RunRecord
 
 DECODERS = ("model", "ridge", "ridge, all others")
 
@@ -39,7 +39,7 @@ def score(options: argparse.Namespace, trial: int, seed: int) -> dict[str, Any]:
     if not (folder / "result.json").exists():
         fl.run(recipe, out=folder, data_dir=options.data_dir, resume=folder.exists())
     row = {"trial": trial, "seed": seed}
-    scores = dict(read_scores(folder)["report"])
+    scores = dict(RunRecord(folder).envelope_scores()[0]["report"])
     scores["ridge, all others"] = ridge_of_all_others(recipe, options.data_dir)
     for name, decoder_scores in scores.items():
         summary = decoder_scores.summary

@@ -7,7 +7,9 @@ from typing import Any
 from frostlab.records import SCHEMA
 
 CAUTION = "checkpoint selected on the reporting split"
-SHAPE = {"device": "cpu", "precision": "float32", "processes": 1, "threads": 1}
+SHAPE = {
+    "device": "cpu", "precision": "float32", "processes": 1, "threads": 1, "runs_at_once": 1,
+}  # fmt: skip
 START: dict[str, Any] = {
     "kind": "start", "at": 100.0, "step": 0, "schema": SCHEMA, "name": "imdb",
     "recipe_digest": "d1", "seed": 3, "treatment": "oelm", "data": "sst2", "model": "gpt",
@@ -21,6 +23,11 @@ CLOCKS: dict[str, Any] = {
     "step_ms": {"count": 25, "median": 4.5, "mean": 5, "p95": 9.0, "cv": 0.1},
     "warmup_ms": [90.0] * 5, "tokens": 6000, "tokens_per_second": 12345.6,
     "examples_per_second": 80.25, "padding_share": 0.5, "packing_efficiency": None,
+    "wall": {
+        "total": 14.0, "starting": 2.0, "data": 0.5, "building": 0.5, "setup": 0.25,
+        "first_steps": 0.25, "new_shapes": 0.5, "steps": 7.0, "validation": 1.0, "checkpoints": 1.0,
+        "report": 0.75, "other": 0.25, "turn": 0.0,
+    },
 }  # fmt: skip
 SERIES = {"n": 2, "mean": 1.5, "min": 1.0, "p50": 1.5, "max": 2.0}
 TELEMETRY: dict[str, Any] = {
@@ -45,6 +52,7 @@ RESULT: dict[str, Any] = {
     }],
     "checkpoint": "checkpoints/step-000000020", "gpu_before": None, "gpu_after": None,
     "telemetry": TELEMETRY, "device_memory_peak": None, "weights_digest": "w", "order_digest": "o",
+    "runs_at_once": 1,
 }  # fmt: skip
 
 

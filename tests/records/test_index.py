@@ -21,7 +21,7 @@ from frostlab.records.annotations import add_note, add_tag
 from frostlab.records.index import INDEX, Summary, find_run, list_runs, read_run
 from frostlab.records.listing import runs_table
 from frostlab.records.schema import ENDINGS
-from run_made import RESULT, START, evaluation_event, step_event, write_events
+from run_made import RESULT, SHAPE, START, evaluation_event, step_event, write_events
 
 
 def write_run(
@@ -121,7 +121,7 @@ def test_the_best_value_of_an_interrupted_run_is_its_best(
     for block in (7, 100, index._BLOCK):  # lines that lie in several blocks
         monkeypatch.setattr(index, "_BLOCK", block)
         assert (read_run(folder).value, read_run(folder).steps) == (0.75, 6)
-    shape = {"device": "cpu", "precision": "float32", "processes": 1, "threads": 1}
+    shape = SHAPE
     with open(folder / "events.jsonl", "a") as file:
         file.write(json.dumps({"kind": "resume", "at": 1.0, "step": 3, **shape}) + "\n")
     assert read_run(folder).value == 0.25, "later steps no longer count"
@@ -193,7 +193,7 @@ def test_runs_stand_by_age_and_other_folders_are_ignored(tmp_path: Path) -> None
     assert [run.name for run in list_runs(tmp_path)] == ["sooner", "later", "unstarted"]
 
 
-OTHER_SCHEMA = "{}: its records have schema 1, and this frostlab reads 6"
+OTHER_SCHEMA = "{}: its records have schema 1, and this frostlab reads 7"
 STEP = json.dumps(step_event(1)) + "\n"
 
 

@@ -9,8 +9,8 @@ import torch
 
 from frostlab.devices import synchronize
 from frostlab.timing import clock
-from frostlab.timing.clock import BlockClock, BlockSeconds, Stopwatch
-from frostlab.training.step_log import clocks
+from frostlab.timing.clock import BlockClock, BlockSeconds, Stopwatch, WallClock
+from frostlab.training.step_log import clocks, wall_record
 
 CPU = torch.device("cpu")
 
@@ -49,7 +49,7 @@ def test_host_work_that_overlaps_the_devices_counts_as_training(
         now[0] += 4.0
     watch.stop()
     assert watch.training_seconds() == 5.0 + 2.5 * overlaps
-    seconds = clocks([], watch.seconds)
+    seconds = clocks([], watch.seconds, wall_record(WallClock(), watch))
     assert seconds.total_seconds == 12.5
     assert seconds.train_seconds == 5.0 + 2.5 * overlaps
     assert seconds.data_seconds == 3.5

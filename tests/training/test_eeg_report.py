@@ -120,6 +120,191 @@ def test_no_rows_make_a_window_that_counts_for_nothing() -> None:
     lost.backward()
     assert lost.item() == 0.0
     assert all(not p.grad.any() for p in objective.parameters() if p.grad is not None)
+    one, two = (TASK.tally(objective, data, CPU) for _ in range(2))
+    with torch.no_grad():
+        one.add(objective(some, want="logits"), some)
+        for batch in (some, nothing):
+            two.add(objective(batch, want="logits"), batch)
+    assert one.metrics(World()) == two.metrics(World())
+
+
+@pytest.mark.parametrize("kind", ["pearson", "pearson-l1", "mse-pearson", "multiscale"])
+def test_the_loss_a_recipe_names_is_what_is_differentiated(kind: str) -> None:
+    recipe, data = prepared(loss={"kind": kind})
+    objective = TASK.objective(build_for(recipe, data), recipe).eval()
+    assert isinstance(objective, EnvelopeObjective)
+    examples = WindowExamples(data.splits["tune"])
+    rows = examples.evaluation_order(5)[0]
+    batch = examples.collate(rows)
+    said = objective(batch, want="logits")
+    wanted = window_losses(kind, said, batch.targets)  # type: ignore[arg-type]
+    assert torch.allclose(objective(batch), wanted.sum())
+    metrics = evaluate(TASK, objective, data, data.splits["tune"], 5,
+                       Compute(CPU, torch.float32))  # fmt: skip
+    whole = examples.collate(data.splits["tune"].grid)
+    said = objective(whole, want="logits").detach()
+    loss = window_losses(kind, said, whole.targets).mean()  # type: ignore[arg-type]
+    assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert metrics["pearson"] == pytest.approx(float(pearson(said, whole.targets).mean()), abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
+    return run(hearing(), out=tmp_path_factory.mktemp("eeg") / "run")
+
+
+def test_the_report_is_of_whole_recordings_of_the_best_weights(finished: RunRecord) -> None:
+    _, data = prepared()
+    decoded = np.load(finished.folder / "decoded.npz")
+    heard = np.load(finished.folder / "heard.npz")
+    assert set(heard) == set(decoded)
+    ridge = fit_ridge(data.splits["train"].recordings, data.rate)
+    for split, ending in (("report", ""), ("unseen", "_unseen")):
+        recordings = data.splits[split].recordings
+        for who, metric in (("model", "pearson"), ("ridge", "ridge")):
+            z: dict[str, list[float]] = {}
+            for each in recordings:
+                said = decoded[each.name] if who == "model" else ridge.predict(each)
+                assert said.shape == each.envelope.shape
+                assert np.array_equal(heard[each.name], each.envelope)
+                z.setdefault(each.subject, []).append(np.arctanh(pearsonr(said, each.envelope)[0]))
+            r = np.tanh(np.mean([np.mean(own) for own in z.values()]))
+            assert finished.metrics[metric + ending] == pytest.approx(float(r), abs=1e-5)
+    assert finished.result.best.metric == "pearson"
+    kept = finished.result.scores["unseen"]["model"]
+    assert kept.mean == finished.metrics["pearson_unseen"]
+    assert kept.digest == finished.envelope_scores()[0]["unseen"]["model"].digest
+
+
+def test_recordings_are_decoded_without_dropout_from_windows_that_overlap(
+    finished: RunRecord,
+) -> None:
+    _, data = prepared()
+    model = best_model(finished)
+    (each,) = data.splits["unseen"].recordings[:1]
+    starts = window_starts(len(each), 64, 32)
+    with torch.no_grad():
+        parts = [
+            model(torch.from_numpy(each.eeg[None, at : at + 64].copy()), torch.tensor([-1]))[0]
+            for at in starts
+        ]
+    wanted = stitch(torch.stack(parts).numpy(), starts, len(each))
+    decoded = np.load(finished.folder / "decoded.npz")[each.name]
+    assert np.abs(decoded - wanted).max() < 1e-5
+
+
+def test_weights_that_were_not_reported_are_refused(finished: RunRecord, tmp_path: Path) -> None:
+    shutil.copytree(finished.folder, tmp_path / "run")
+    moved = tmp_path / "run" / finished.result.checkpoint / "model.safetensors"
+    weights = load_file(moved)
+    weights["head.4.bias"] += 1e-3
+    save_file(weights, moved)
+    with pytest.raises(FrostlabError, match="model.safetensors is damaged"):
+        best_model(RunRecord(tmp_path / "run"))
+    seal(moved.parent)  # the checksums now fit the other weights
+    with pytest.raises(BadInput, match="does not hold the reported weights"):
+        best_model(RunRecord(tmp_path / "run"))
+    other = prepared(data__seed=1)[1]
+    with pytest.raises(BadInput, match="have changed since the run"):
+        check_same_data(finished, other)
+
+
+def test_a_run_shows_its_scores_and_refuses_edited_ones(finished: RunRecord) -> None:
+    shown = show(finished.folder)
+    for line in ("subjects not trained on:", "an upper bound on the r", "chance ≤", "  ridge  0."):
+        assert line in shown
+    (scores, _), report = finished.envelope_scores(), finished.metrics
+    seen, unseen = (scores[split]["model"].segments for split in ("report", "unseen"))
+    assert report["challenge"] == pytest.approx(2 / 3 * seen.mean + unseen.mean / 3)
+    assert (report["segment_pearson"], report["segment_std"]) == (seen.mean, seen.std)
+    assert f"{unseen} (1)  " in shown
+    assert f"{report['challenge']:.3f}\n" in shown
+    assert "segments by subject:" in shown
+    path = finished.folder / SCORES
+    text = path.read_text()
+    moved, swapped, lost, better = (json.loads(text) for _ in range(4))
+    better["challenge"]["model"]["score"] += 0.1
+    moved["splits"]["report"]["model"]["recordings"][0]["r"] += 0.1
+    swapped["splits"]["report"] = dict(
+        zip(("ridge", "model"), swapped["splits"]["report"].values(), strict=True)
+    )
+    del lost["splits"]["unseen"]
+    try:
+        for said in (moved, swapped, lost, better):
+            path.write_text(json.dumps(said))
+            assert "these scores were edited" in show(finished.folder)
+            with pytest.raises(BadInput, match="scores.json: these scores were edited"):
+                finished.envelope_scores()
+    finally:
+        path.write_text(text)
+
+
+@pytest.mark.slow
+def test_a_page_is_drawn_from_a_run(finished: RunRecord, tmp_path: Path) -> None:
+    page = draw_run(finished.folder)
+    assert page == finished.folder / "envelopes" / "index.html"
+    text = page.read_text()
+    for said in ("<h2>subjects not trained on</h2>", "ridge", "heard"):
+        assert said in text
+    assert sum(f">{name}<" in text for name in prepared()[1].channels) == 10, "the largest"
+    drawn = {path.stem for path in page.parent.glob("*.png")}
+    assert drawn >= {"r-report", "r-unseen", "excerpt-1", "excerpt-2", "kernels", "channels"}
+    text_run = run(tiny(train__epochs=1), out=tmp_path / "text")
+    with pytest.raises(BadInput, match="a run for classification; a page with figures needs"):
+        draw_run(text_run.folder)
+
+
+def test_a_page_without_what_was_decoded(finished: RunRecord) -> None:
+    path = finished.folder / "decoded.npz"
+    kept = path.read_bytes()
+    try:
+        for damage in (path.unlink, lambda: path.write_bytes(b"PK\x03\x04 no archive")):
+            damage()
+            with pytest.raises(BadInput, match="decoded.npz cannot be read"):
+                draw_run(finished.folder)
+    finally:
+        path.write_bytes(kept)
+
+
+def test_other_loss_other_weights(finished: RunRecord, tmp_path: Path) -> None:
+    other = run(hearing(loss={"kind": "pearson"}), out=tmp_path / "run")
+    assert other.result.weights_digest != finished.result.weights_digest
+    assert other.digests.weights == finished.digests.weights
+    assert other.result.order_digest == finished.result.order_digest
+
+
+def test_it_learns(tmp_path: Path) -> None:
+    changes = {"train__epochs": 8, "model__dropout": 0.0, "data__snr": 10.0, "data__hop": 32}
+    assert run(hearing(**changes), out=tmp_path / "run").metrics["pearson"] > 0.4
+
+
+def test_accumulating_changes_nothing(tmp_path: Path) -> None:
+    changes = {"train__epochs": 1, "model__dropout": 0.0}
+    whole, parts = (
+        run(hearing(**changes, train__accumulate=n), out=tmp_path / str(n)) for n in (1, 4)
+    )
+    steps = [[e.loss for e in each.events(StepEvent)] for each in (whole, parts)]
+    assert steps[0][0] == pytest.approx(steps[1][0], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("moment", "count"),
+    [
+        ("step", 9),
+        pytest.param("update", 6, marks=pytest.mark.slow),
+        pytest.param("report", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_and_resumed_it_is_the_same_bit_for_bit(
+    moment: str, count: int, tmp_path: Path
+) -> None:
+    changes = {"train__epochs": 3, "train__checkpoint": 3, "evaluate__every": 5}
+    recipe = hearing(**changes, model__norm="batch")
+    assert attempt(recipe, tmp_path / "whole") == 0
+    assert attempt(recipe, tmp_path / "run", moment, count) == -9
+    assert not (tmp_path / "run" / "result.json").exists()
+    assert attempt(recipe, tmp_path / "run") == 0
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
     stopped, whole = (RunRecord(tmp_path / name).envelope_scores()[0] for name in ("run", "whole"))
     assert stopped["report"]["model"].digest == whole["report"]["model"].digest
 

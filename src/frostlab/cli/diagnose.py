@@ -171,7 +171,7 @@ def _shortened(
     duration = short_run_settings(full_recipe, steps=steps, epochs=epochs)
     recipe = load_recipe(source, duration | changes, seed)
     if recipe.watch is None:
-        raise BadInput("--set watch=null: leave this out, because a diagnosis needs measurements")
+        raise BadInput("--set watch=null: leave this out; a diagnosis needs the measurements")
     return recipe, f"diagnose-{recipe_name(source)}"
 
 

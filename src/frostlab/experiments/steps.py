@@ -146,7 +146,10 @@ def training_examples(recipe: Recipe) -> int | None:
 
 
 def _model_of(recipe: Recipe, models: Models) -> nn.Module:
-    """Build a recipe's model; recipes whose models stay as they are share equal ones."""
+    """Build a recipe's model, or return an equal one that another recipe has left in `models`.
+
+    A recipe with stages or adapters changes its model, so it always gets a new one.
+    """
     settings = (recipe.model, recipe.tokenizer, recipe.data)
     key = digest_of([part and part.model_dump(mode="json") for part in settings])
     changes = bool(recipe.stages) or recipe.surgery.peft is not None

@@ -1,4 +1,4 @@
-"""The choice where runs train (on this machine's devices, on a Ray cluster or through Slurm).
+"""The choice of where runs train: on this machine's devices, on a Ray cluster or through Slurm.
 
 `executor_in` returns the executor for a choice: the object that starts runs there.
 """

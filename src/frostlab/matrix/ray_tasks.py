@@ -119,7 +119,7 @@ class Piece:
 
 
 class Sender:
-    """Finds what has changed in a folder since the last call of `changes`."""
+    """The sender of a folder: it finds what has changed since the last call of `changes`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""An executor on Slurm, through submitit: every run is one job of an array job.
+"""An executor on Slurm, through submitit: every run is one job of a job array.
 
 Shortly before its time limit, a job's run stops with a checkpoint, and the job is requeued and goes
 on from there. The folder of runs must be on a file system that the nodes share. States are read
@@ -231,7 +231,7 @@ class SlurmJobs:
         return _MOST_JOBS - len(self._tasks)
 
     def start(self, task: Task) -> None:
-        """Keep a task for the next array job, unless an earlier job still trains the same run."""
+        """Keep a task for the next job array, unless an earlier job still trains the same run."""
         task = replace(task, path=task.path.resolve())
         self._tasks[task.path] = task
         self._look()
@@ -243,7 +243,7 @@ class SlurmJobs:
             self._new.append(task)
 
     def _submit(self) -> None:
-        """Submit the tasks that wait, as one array job."""
+        """Submit the tasks that wait, as one job array."""
         if not self._new:
             return
         functions = [

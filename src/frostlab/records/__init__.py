@@ -1,3 +1,3 @@
 """Records: a run's folder, environment, telemetry and checkpoints, and the index of runs."""
 
-SCHEMA = 6  # version of a run's records; records of another version are refused
+SCHEMA = 7  # version of a run's records; records of another version are refused

@@ -2,9 +2,9 @@
 
 The files are result.json, digests.json, data.json, predictions.json, samples.json and events.jsonl.
 `read_result`, `read_event` and `typed.read_object` parse their text into the dataclasses of this
-module; an invalid file is refused with one line that names the key. To add, remove or rename a key,
-update docs/runs.md, which a test checks, and raise `SCHEMA`, unless records without a new key can
-still be read. In comments, `null` is Python's None, `s` seconds and `ms` milliseconds.
+module; an invalid file is refused with one line that names the key. If you add, remove or rename a
+key, update docs/runs.md, which a test checks, and raise `SCHEMA`. A key with a default is written
+only by some runs. In comments, `null` is Python's None, `s` seconds and `ms` milliseconds.
 """
 
 import re
@@ -92,7 +92,7 @@ class WallClock:
     checkpoints: float  # s of copying tensors, waiting for writes, and stage changes
     report: float  # s of evaluating the best weights, and of waiting for the last checkpoint
     other: float  # s of the rest
-    turn: float = 0.0  # s of waiting until other runs of the queue left the device
+    turn: float  # s of waiting until other runs of the queue left the device
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Clocks:
     examples_per_second: float | None  # examples per second of `train_seconds`
     padding_share: float | None  # padding as a share of the model's input, 0 to 1
     packing_efficiency: float | None  # 1 - padding_share; null if nothing was packed
-    wall: WallClock | None = None  # how the last process spent its time; null in old records
+    wall: WallClock  # how the run's last process spent its time
 
 
 @dataclass(frozen=True)
@@ -244,8 +244,8 @@ class Result:
     device_memory_peak: int | None  # bytes, peak CUDA memory of this run alone; null without CUDA
     weights_digest: str | None  # digest of the reported weights; null if unfinished
     order_digest: str  # digest of the examples of all steps, in order
+    runs_at_once: int  # most runs that could share the device; above 1, do not compare times
     scores: dict[str, dict[str, Scores]] | None = None  # EEG: split → decoder → scores
-    runs_at_once: int = 1  # most runs that could share the device; above 1, do not compare times
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ class _Conditions:
     precision: str  # float32 or bfloat16
     processes: int  # number of processes that share a batch
     threads: int  # number of CPU threads of torch
-    runs_at_once: int = field(default=1, kw_only=True)  # most runs that could share the device
+    runs_at_once: int  # most runs that could share the device
 
 
 @dataclass(frozen=True)

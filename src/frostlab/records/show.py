@@ -378,9 +378,9 @@ def _clocks(run: _Run) -> list[str]:
 
 def _wall_clock(run: _Run) -> list[str]:
     """Return how the run's last process spent its time; a resumed run has several."""
-    wall = run.result.clocks.wall if run.result else None
-    if wall is None:
+    if run.result is None:
         return []
+    wall = run.result.clocks.wall
     seconds = {name.replace("_", " "): value for name, value in asdict(wall).items()}
     rows = [
         (name, f"{value:.2f}", f"{100 * value / wall.total:.0f} %")

@@ -145,7 +145,7 @@ def _placed(
 
 _FOUND: "WeakKeyDictionary[nn.Module, tuple[str, Found]]" = WeakKeyDictionary()
 _FOUND_BY_CONFIG: dict[str, Found] = {}
-_MOST_CONFIGS = 256  # in `_FOUND_BY_CONFIG`
+_KEPT_CONFIGS = 256  # in `_FOUND_BY_CONFIG`
 # A number for each class and forward function: a class that is defined again gets a new one.
 _NUMBERS: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
 _next_number = itertools.count()
@@ -179,7 +179,7 @@ def _found(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
             raise UnknownArchitecture(f"its forward pass cannot be followed ({said})") from error
     _FOUND[model] = (key, found)
     if shared is not None:
-        if len(_FOUND_BY_CONFIG) >= _MOST_CONFIGS:
+        if len(_FOUND_BY_CONFIG) >= _KEPT_CONFIGS:
             del _FOUND_BY_CONFIG[next(iter(_FOUND_BY_CONFIG))]
         _FOUND_BY_CONFIG[shared] = found
     return found

@@ -72,8 +72,8 @@ def select(parts: Sequence[Part], texts: Iterable[str], model: str) -> tuple[Par
     """Return the parts in the union of the selections, in model order.
 
     A tied tensor is one part with one role: a head that is tied to the embedding is an `embedding`.
-    So in a model with such a head, `head` alone and `!head` alone are errors. The user must decide
-    about the embedding, too:
+    In a model with such a head, `head` alone, `!head` alone and `all, !head` are errors, because
+    they do not say what happens to the embedding. Instead:
 
         head, embedding         selects the tensor
         head, !embedding        leaves it out

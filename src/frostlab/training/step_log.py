@@ -196,9 +196,7 @@ def wall_record(wall: WallClock, watch: Stopwatch) -> WallRecord:
     return WallRecord(total=total, **rounded, other=round(total - sum(rounded.values()), 4))
 
 
-def clocks(
-    events: list[Event], seconds: dict[str, float], wall: WallRecord | None = None
-) -> Clocks:
+def clocks(events: list[Event], seconds: dict[str, float], wall: WallRecord) -> Clocks:
     """Return a run's total times, step times and throughput; `step_ms` excludes warm-up steps."""
     blocks = [event for event in events if isinstance(event, StepEvent)]
     training = training_seconds(seconds)

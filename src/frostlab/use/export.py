@@ -32,8 +32,9 @@ _GENERATED = 50  # the most tokens that the card's code generates
 def export_run(record: RunRecord, folder: str | Path) -> Path:
     """Write a run's best weights, tokenizer, labels and a model card as a Hugging Face folder.
 
-    A run on generated tokens has no tokenizer. Adapters are merged into the weights they adapt. A
-    setting that transformers cannot express is refused, and then nothing is written.
+    If the run was trained on a synthetic task (random symbols as token ids, no text), there is no
+    tokenizer to write. Adapters are merged into the weights they adapt. If frostlab's own model has
+    a setting that no class of transformers can express, it is refused, and nothing is written.
     """
     target = Path(folder)
     if target.exists() and not target.is_dir():

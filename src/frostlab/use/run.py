@@ -119,8 +119,8 @@ class Run(RunRecord):
     def export(self, folder: str | Path) -> Path:
         """Write the run as a Hugging Face folder: weights, tokenizer, labels and a model card.
 
-        The folder should not exist, or be empty. transformers loads it without frostlab; the head
-        of frostlab's own classifiers is a file of its own, and the card has the code that adds it.
+        The folder must be new or empty. transformers loads it without frostlab; the head of
+        frostlab's own classifiers is in a separate file, and the card has the code that adds it.
         """
         return export_run(self, folder)
 

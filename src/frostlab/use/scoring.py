@@ -249,7 +249,7 @@ def _objective(record: RunRecord, recipe: Recipe, device: torch.device) -> Objec
     """Return a run's best model with its loss, on a device."""
     model = best_model(record)
     objective = TASKS[recipe.data.task].objective(model, recipe)
-    if record.ending == "finished":  # else the model may lack the last layers
+    if record.ending == "finished":  # else the model may lack layers that a later stage adds
         last = recipe.stages[-1].supervise if recipe.stages else None
         objective.supervision = resolve_supervision(last or recipe.supervise, model)
     return objective.to(device)
@@ -301,7 +301,7 @@ def evaluate_run(
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that an evaluation does not have."""
+    """Refuse settings that cannot be set for an evaluation."""
     _Choice.of(settings, None, None)
 
 

@@ -1,10 +1,10 @@
 """The attentions of a traced model: which rows of which parameters each head is computed from.
 
 An attention is torch's fused attention, or it is written out: a product of two activations (the
-scores), its softmax (the probabilities), and the product of the probabilities with a third one. Its
-sides are the operands: query, key and value. A head's rows are found from gradients: the gradient
-of its query with respect to a weight is non-zero exactly on the rows that the query is computed
-from. `graph.py` explains contractions and products.
+scores), its softmax (the probabilities), and the product of the probabilities with a third
+activation. Its sides are the operands: query, key and value. A head's rows are found from
+gradients: the gradient of its query with respect to a weight is non-zero exactly on the rows that
+the query is computed from. `graph.py` explains contractions and products.
 """
 
 from collections.abc import Container, Iterator
@@ -69,7 +69,7 @@ class Attention:
     result: Node  # the product with the values; `core` if it is fused, or this one has no values
     position: list[Contraction] = field(default_factory=list)  # projections of positions
     added: list[Use] = field(default_factory=list)  # parameters that shift or scale the scores
-    lookups: list[Contraction] = field(default_factory=list)  # contractions that do so
+    lookups: list[Contraction] = field(default_factory=list)  # contractions that enter the scores
     factors: list[Factor] = field(default_factory=list)
     cross: bool = False  # whether keys come from another sequence than queries
 

@@ -158,7 +158,7 @@ class _Side:
     def uncovered(self, whole: Touched, known: Sequence[Touched]) -> tuple[int, ...] | None:
         """Return the index of a vector that depends on rows of `whole` outside `known`, or None.
 
-        The search is a bisection, since most vectors may be padding.
+        It is found by bisection, since most vectors may be padding.
         """
         if not _adds(whole, known):
             return None

@@ -110,7 +110,7 @@ class _Named(Facts):
             )
 
     def mixed(self) -> Iterator[Call]:
-        """Offer text with a placeholder for every vector that the model makes of images and sound."""
+        """Offer text with placeholders for the vectors that the model makes of images and sound."""
         images = self.counted("image", self.image_arguments())
         sounds = self.counted("audio", self.sound_arguments())
         if images and sounds:
@@ -177,7 +177,7 @@ class _Named(Facts):
         return self.finished({"input_ids": ids} | made)
 
     def finished(self, made: Arguments) -> Call:
-        """Return a call with these arguments, the other required ones, and some that models need."""
+        """Return a call with these arguments, the required ones and those that some models need."""
         made = dict(made)
         wanted = [name for name in self.required if name not in made]
         if "decoder_input_ids" in self.parameters:
@@ -342,7 +342,7 @@ class ByWeights(Facts):
     """Calls with positional arguments, guessed from the first weights of a model."""
 
     def by_weights(self) -> Iterator[Call]:
-        """Offer positional arguments, guessed from the first weights and the argument's name."""
+        """Offer arguments, guessed from the first weights and from the first argument's name."""
         names = self.required or list(self.parameters)[:1]
         if not names or len(names) > 3:
             return

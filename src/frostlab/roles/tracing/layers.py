@@ -1,7 +1,7 @@
 """The layers and stacks of a traced model.
 
 A layer is a module in a list of modules of which some have an attention. A stack is such a list, or
-several lists if their layers are grouped, such as `stages.0.blocks` and `stages.1.blocks` in Swin.
+several lists if their layers are grouped, such as `layers.0.blocks` and `layers.1.blocks` in Swin.
 """
 
 import re
@@ -59,7 +59,7 @@ class Layers:
         self._add_side_lists(names, runs)
 
     def _add_side_lists(self, names: Sequence[str], runs: Mapping[str, Sequence[int]]) -> None:
-        """Count the modules of another list, such as norms, to the layers that they alternate with."""
+        """Add the modules of other lists, such as norms, to layers that they alternate with."""
         lists: dict[str, set[int]] = {}
         for name in names:
             segments = name.split(".")
@@ -229,9 +229,10 @@ def _local_names(names: Sequence[str]) -> dict[str, set[str]]:
 
 
 def _innermost(path: str, found: Iterable[str], pairs: Sequence[Any]) -> str:
-    """Return the path of a module inside this one that is a layer like others; else this path.
+    """Return the path of a layer inside this module; this path if there is none.
 
-    Such a module holds an attention, and its list is one of several alike, such as `stages.*.blocks`.
+    Such a layer holds an attention and stands in a list like those of other layers, for example
+    `layers.*.blocks`.
     """
     forms = {_template(_parent(p)) for p in found}
     for inputs, _ in pairs:

@@ -180,7 +180,7 @@ def _small_tokens(value: Any, tokens: dict[int, int]) -> Any:
 def _cut_lists(config: Any, before: int, after: int) -> None:
     """Cut lists with one entry per layer, so that every kind of layer stays if possible.
 
-    Attributes that hold indices of layers get at most the index of the last layer that is left.
+    Attributes that hold indices of layers are limited to the index of the last layer that is left.
     """
     lists = {
         name: list(value)

@@ -62,7 +62,7 @@ def verify(
     except AnotherWay:  # the model remembers something: every pass gets a new copy
         with suppress(AnotherWay):
             return _verify(lambda: watched_copy(model), call, graph, attentions, findings, names)
-    raise Unsteady("a second pass with the same inputs calls other torch functions than the first")
+    raise Unsteady("a second pass with the same inputs computes something else than the first")
 
 
 def _verify(
