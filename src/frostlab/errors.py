@@ -40,7 +40,7 @@ class TrainableWeightsStayed(FrostlabError):
 
 
 class StaleOptimizer(FrostlabError):
-    """An optimizer still holds parameters that a later freeze or thaw has replaced."""
+    """An optimizer still holds parameters that freeze, thaw or merge_adapters has replaced."""
 
 
 class LeftOutOfOptimizer(UserWarning):

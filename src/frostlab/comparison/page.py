@@ -162,7 +162,7 @@ def _earlier(look: EarlierLook) -> str:
 
 
 def _further_numbers(evidence: Evidence) -> str:
-    """Return further numbers about every arm but the baseline, from which no verdict follows."""
+    """Return further numbers about every arm but the baseline, from which no verdict is drawn."""
     verdicts = evidence.verdicts
     rows = []
     for name, verdict in verdicts.items():
@@ -185,7 +185,7 @@ def _further_numbers(evidence: Evidence) -> str:
         "runs. P(cost > margin): posterior probability under a flat prior, with a variance "
         "pooled over similar arms. However often one looks: an interval that stays valid if seeds "
         "are added until it excludes 0 (or the ratio 1). For other test examples: seeds and test "
-        "examples are both taken as samples; only known for accuracy. No verdict follows from "
+        "examples are both taken as samples; only known for accuracy. No verdict is drawn from "
         "these numbers."
     )
     return f"{markdown(head, rows)}\n\n{note}"

@@ -154,7 +154,7 @@ def _further_metrics(compared: "Compared") -> list[Block]:
 
 
 def further_numbers(compared: "Compared") -> list[Block]:
-    """Return further numbers about every arm but the baseline, from which no verdict follows."""
+    """Return further numbers about every arm but the baseline, from which no verdict is drawn."""
     log = compared.evidence.rules.log
     ends, size = ("ends of a ratio", "percent of a ratio") if log else ("ends", "number")
     rows = []
@@ -179,8 +179,8 @@ def further_numbers(compared: "Compared") -> list[Block]:
         "run of the arm beats a run of the baseline, over all pairs of runs. P(cost > margin): "
         "posterior probability under a flat prior. However often one looks: an interval that stays "
         "valid if seeds are added until it no longer contains zero (or the ratio 1). For other "
-        "test examples: seeds and test examples are both taken as samples. No verdict follows from "
-        "these numbers."
+        "test examples: seeds and test examples are both taken as samples. No verdict is drawn "
+        "from these numbers."
     )
     return [table("further-numbers", "Further numbers without a verdict", head, rows, note)]
 
@@ -325,7 +325,7 @@ def convergence(compared: "Compared") -> list[Block]:
         "as fine as the interval between evaluations. Reached: finished runs that reached the "
         "target, of all runs that finished or diverged. Ratios are paired by seed, over the seeds "
         "with which both arms reached it. If one arm reached it less often, the interval has no "
-        "bound on the side that is worse for this arm. No verdict follows."
+        "bound on the side that is worse for this arm. No verdict is drawn from these numbers."
     )
     target = words("The target is ", compared.cell("convergence", "metric", format="text"), " ",
                    compared.cell("convergence", "target", format="exact"),

@@ -351,7 +351,7 @@ def grouped(
 ) -> list[Group]:
     """Group runs by keys, and average quantities over each group.
 
-    Without `quantities`, the reported value of the metric that selects the weights is averaged;
+    Without `quantities`, the reported value of the metric that selects the checkpoint is averaged;
     runs with different metrics are then in different groups. `critical(n, alpha)` is the
     half-width of a t interval in standard errors.
     """

@@ -27,9 +27,9 @@ Metrics = dict[str, float | LayerMetrics | None]  # metric â†’ value; `layers` â
 
 @dataclass(frozen=True)
 class Best:
-    """The best evaluation on the split that selects the weights."""
+    """The best evaluation on the split that selects the checkpoint."""
 
-    metric: str  # the metric that selects the best weights
+    metric: str  # the metric that selects the best checkpoint
     value: float | None  # the metric's best value; null before the first finite value
     step: int | None  # optimizer steps done at this evaluation
 
@@ -231,7 +231,7 @@ class Result:
     best: Best  # best evaluation of the last stage
     report: Metrics | None  # metrics of the best weights on the report split; null if unfinished
     caution: str | None  # a warning about the reported numbers
-    last: Metrics | None  # metrics of the last evaluation that selects weights
+    last: Metrics | None  # metrics of the last evaluation that selects a checkpoint
     target: Target | None  # null if no target was set or reached
     stepping: "list[SteppingEvent]"  # kinds of training steps, in order of use
     clocks: Clocks  # time spent on each activity
@@ -443,8 +443,8 @@ class EvaluationEvent(Event):
 
     kind = "evaluation"
 
-    split: str  # tune or report; with `splits: published`, report also selects weights
-    metrics: Metrics  # the metric that selects the best weights comes first
+    split: str  # tune or report; with `splits: published`, report also selects the checkpoint
+    metrics: Metrics  # the metric that selects the best checkpoint comes first
     frozen_verified: int  # number of frozen parts and buffers that were verified as unchanged
     epoch: float  # epochs done, over all stages
     seconds: float  # s that this evaluation took

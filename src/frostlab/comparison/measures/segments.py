@@ -83,7 +83,7 @@ def segments_section(evidence: Evidence) -> str:
         "mean over its segments (a shorter recording is one segment), and the columns show the "
         "mean ± standard deviation over subjects, averaged over seeds. The score is 2/3 of the "
         "first mean + 1/3 of the second; here with its standard deviation over seeds. Differences "
-        f"from {escaped(evidence.baseline)} are paired by seed. No verdict follows from them."
+        f"from {escaped(evidence.baseline)} are paired by seed. No verdict is drawn from them."
     )
     return f"{markdown(head, rows)}\n\n{note}"
 

@@ -186,7 +186,7 @@ def convergence_section(evidence: Evidence) -> str:
         "without an interval if all ratios are equal. An arm that reached it less often than the "
         "baseline is flattered by that choice of seeds, so its interval has no upper end; it has "
         "no lower end if the baseline reached the target less often. "
-        f"{whole_run_note(evidence).capitalize()}. No verdict follows."
+        f"{whole_run_note(evidence).capitalize()}. No verdict is drawn from these numbers."
     )
     if convergence.evaluations == 1:
         note += (

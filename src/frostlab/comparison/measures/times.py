@@ -2,7 +2,7 @@
 
 An arm is a variant of the compared recipe. The extra runs alternate between the arms (rounds).
 Interleaved steps are short blocks of steps that the arms take in turn. Only they show which arm is
-faster, so no verdict follows from whole runs, whether they alternated or not.
+faster, so no verdict is drawn from whole runs, whether they alternated or not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -121,11 +121,11 @@ def whole_run_note(evidence: Evidence) -> str:
 
 
 def gap_note(evidence: Evidence, gap: TotalGap) -> str:
-    """Say why no verdict follows from the total times."""
+    """Say why no verdict is drawn from the total times."""
     if gap.of == "alternating rounds":
         return (
             "whole runs alternated between the arms, but without copies of the baseline as "
-            "controls, so no verdict follows"
+            "controls, so no verdict is drawn"
         )
     return whole_run_note(evidence)
 

@@ -397,7 +397,7 @@ def _further(several: Several) -> list[Block]:
             "caution")  # fmt: skip
     note = (
         "The best weights of each run on further data. In each comparison, the intervals of all "
-        "these data and arms hold simultaneously. No verdict follows."
+        "these data and arms hold simultaneously. No verdict is drawn from these means."
     )
     return [Table("further", "Results on further data", head, tuple(rows), note)]
 
