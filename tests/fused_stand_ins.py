@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from frostlab import devices
 from frostlab.models import fused
 
 NORM = "frostlab.models.fused.residual_norm_kernels"
@@ -87,4 +88,4 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in ((NORM, norms), (GELU, gelus)):
         monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setattr(fused, name.rpartition(".")[2], module, raising=False)
-    monkeypatch.setattr(fused, "HAS_TRITON", True)
+    monkeypatch.setattr(devices, "HAS_TRITON", True)

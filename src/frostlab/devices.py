@@ -1,5 +1,6 @@
 """Capabilities of devices, so that other modules need not ask for CUDA, MPS or CPU by name."""
 
+import importlib.util
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from torch import Tensor
 from frostlab.errors import BadInput
 from frostlab.launcher import local_rank
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 _READ_SECONDS = 1.0  # minimum time between two readings that wait for the device
 
 
@@ -101,6 +103,16 @@ def runs_ahead(device: torch.device) -> bool:
 def has_events(device: torch.device) -> bool:
     """Return whether the device can be timed with events."""
     return device.type == "cuda"
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Return whether a tensor is on a CUDA device, for which there are kernels of its own."""
+    return tensor.is_cuda
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Return whether the device runs kernels that are written in Triton."""
+    return HAS_TRITON and device.type == "cuda"
 
 
 def captures_graphs(device: torch.device) -> bool:
@@ -206,6 +218,18 @@ def release_cached_memory() -> None:
     """Free the GPU memory that torch keeps cached, so that other processes can use it."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """Return the size of a CUDA device's memory; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def allocated_bytes(device: torch.device) -> int:

@@ -56,6 +56,12 @@ def counted(count: int, plural: str) -> str:
     return f"{count:,} {plural.removesuffix('s') if count == 1 else plural}"
 
 
+def enumerated(names: Sequence[str]) -> str:
+    """Return names as a list in a sentence: "a, b and c"."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def columns(
     rows: Sequence[Sequence[str]], right: Collection[int] = (), width: int | None = None
 ) -> list[str]:

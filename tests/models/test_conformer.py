@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import frostlab as fl
+from frostlab.data.eeg.recordings import UNSEEN
 from frostlab.models.conformer import (
-    UNSEEN,
     Conformer,
     ConformerConfig,
     Gate,

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import frostlab as fl
-from frostlab.data.eeg.recordings import Recording, windows
+from frostlab.data.eeg.recordings import UNSEEN, Recording, windows
 from frostlab.models.build import recipe_blueprint
-from frostlab.models.conformer import UNSEEN, Conformer, ConformerConfig
+from frostlab.models.conformer import Conformer, ConformerConfig
 from frostlab.recipe.load import load_recipe, recipe_from
 from frostlab.training.stages import stages_of
 from hearing import hearing

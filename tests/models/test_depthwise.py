@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from frostlab.models import fused
+from frostlab import devices
 from frostlab.models.fused import depthwise as module
 from frostlab.models.fused.depthwise import Depthwise, depthwise, depthwise_sums, has_kernel
 
@@ -177,7 +177,7 @@ def test_the_operators_compile_without_a_break(autocast: bool) -> None:
 def test_the_kernels_are_for_cuda_and_the_sizes_they_fit(
     size: tuple[int, ...], changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "HAS_TRITON", True)
+    monkeypatch.setattr(devices, "HAS_TRITON", True)
     batch, length, width, kernel = size
     with FakeTensorMode():
         x = torch.empty(batch, length, width, **({"device": "cuda"} | changes))

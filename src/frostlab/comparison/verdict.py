@@ -28,6 +28,7 @@ from frostlab.comparison.statistics import (
     t_critical,
 )
 from frostlab.errors import BadInput, nearest
+from frostlab.text import enumerated
 
 Word = Literal[
     "better", "worse", "no difference found", "identical", "at chance", "did not finish",
@@ -333,8 +334,8 @@ class _Case:
     def _failed(self) -> str:
         """Return the reason why runs that failed leave the difference unknown, or ""."""
         return "; ".join(
-            f"{len(failed)} of {self.n} runs of {name} {_and(sorted(set(failed)))}, so the values "
-            f"are not known; {self.statement.retry}"
+            f"{len(failed)} of {self.n} runs of {name} {enumerated(sorted(set(failed)))}, so the "
+            f"values are not known; {self.statement.retry}"
             for name, reasons in self.why.items()
             if (failed := [why for why in reasons.values() if why in UNKNOWN])
         )
@@ -381,7 +382,8 @@ class _Case:
     def _missing_text(self) -> str:
         """Return the part of the sentence about runs without a finite value, or ""."""
         return "".join(
-            f"; {len(reasons)} of {self.n} runs of {name} {_and(sorted(set(reasons.values())))}, "
+            f"; {len(reasons)} of {self.n} runs of {name} "
+            f"{enumerated(sorted(set(reasons.values())))}, "
             "and each counts as the worst value of all"
             for name, reasons in self.why.items()
             if reasons
@@ -391,7 +393,8 @@ class _Case:
         together = self.statement.together
         if not together:
             return ""
-        return f"; {_and(together)} differ together, so none of them alone is shown to be the cause"
+        names = enumerated(together)
+        return f"; {names} differ together, so none of them alone is shown to be the cause"
 
     def _skew_text(self, skewed: float | None) -> str:
         if skewed is None:
@@ -588,11 +591,6 @@ def _percent(share: float) -> str:
 
 def _listed(seeds: Sequence[int]) -> str:
     return ", ".join(map(str, seeds))
-
-
-def _and(names: Sequence[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _size_text(effect: float, log: bool) -> str:

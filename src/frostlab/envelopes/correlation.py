@@ -98,9 +98,9 @@ def fisher_z(r: ArrayLike) -> Floats:
     return np.arctanh(np.clip(np.asarray(r, np.float64), -_LARGEST, _LARGEST))
 
 
-def fisher_mean(r: ArrayLike, axis: int = 0) -> Floats:
+def fisher_mean(r: ArrayLike) -> Floats:
     """Return the mean of correlations, averaged as Fisher's z."""
-    return np.tanh(fisher_z(r).mean(axis))
+    return np.tanh(fisher_z(r).mean(0))
 
 
 def shifted_pearson(prediction: ArrayLike, envelope: ArrayLike) -> Floats:

@@ -22,6 +22,7 @@ from frostlab.storage import whole_file, write_whole
 Rows = list[dict[str, Any]]
 _WIDTH = 640  # pixels
 _NAMED = 40  # the most subjects whose names stand at an axis
+_BARS = 20  # the most channels that are drawn as bars
 _RIM = 1.15  # radius of the coloured map, in head radii
 _LIMIT = 1.3  # head radii; channels farther out, on face or neck, do not colour the map
 _PAGE = """
@@ -307,11 +308,11 @@ def channel_rows(importance: ArrayLike, channels: Sequence[str]) -> Rows:
     return [{"channel": channels[i], "importance": float(values[i])} for i in order]
 
 
-def draw_channels(rows: Rows, quantity: str = "importance", most: int = 20) -> Any:
-    """Draw the `most` most important channels as bars, the substitute for a scalp map."""
+def draw_channels(rows: Rows, quantity: str = "importance") -> Any:
+    """Draw the most important channels as bars, the substitute for a scalp map."""
     alt = _altair()
     return (
-        alt.Chart(alt.Data(values=rows[:most]))
+        alt.Chart(alt.Data(values=rows[:_BARS]))
         .mark_bar()
         .encode(
             x=alt.X("importance:Q", title=quantity), y=alt.Y("channel:N", sort=None, title=None)

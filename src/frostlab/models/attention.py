@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from frostlab.devices import on_gpu
+
 QK_NORM_EPS = 1e-6
 
 
@@ -126,7 +128,7 @@ def attend(
 def _has_kernel(query: Tensor) -> bool:
     """Return whether the flash kernel supports this device, dtype and head size."""
     half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and half and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return on_gpu(query) and half and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
 
 
 def _in_one_kernel(

@@ -27,7 +27,6 @@ Unseen = Literal["mean", "none"]
 Variant = Literal["frostlab", "published"]
 
 KERNELS = (7, 5, 3)  # kernel sizes of the convolutions before the stack
-UNSEEN = -1  # index of a subject that was not in training
 
 
 @dataclass(frozen=True)

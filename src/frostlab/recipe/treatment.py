@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from frostlab.text import enumerated
+
 # The upper limits of settings are far above any sensible value.
 MOST_LISTED = 1000  # items of a list in a recipe
 Positive = Annotated[int, Field(gt=0, le=10**12)]
@@ -177,13 +179,8 @@ def _listed(selections: Sequence[str]) -> str:
     """Return selections as a text: query and key; all but head."""
     parts = [text for text in selections if not text.startswith("!")] or ["all"]
     left_out = [text.removeprefix("!") for text in selections if text.startswith("!")]
-    but = f" but {_enumerated(left_out)}" if left_out else ""
-    return f"{_enumerated(parts)}{but}"
-
-
-def _enumerated(names: Sequence[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
+    but = f" but {enumerated(left_out)}" if left_out else ""
+    return f"{enumerated(parts)}{but}"
 
 
 def _orthogonal(*roles: str, scope: str = "head", source: str = "weights") -> Orthogonalize:

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from frostlab.devices import on_gpu
 from frostlab.errors import BadInput, nearest
 from frostlab.roles.parts import ATTENTION_INPUTS, Part, Slot
 from frostlab.roles.read import survey
@@ -257,7 +258,7 @@ def _joins(group: list[Tensor], stack: Tensor) -> bool:
     alike = (first.shape[1:], first.dtype, first.device) == (
         stack.shape[1:], stack.dtype, stack.device,
     )  # fmt: skip
-    return stack.is_cuda and alike and len(group) * first.numel() < _AT_ONCE
+    return on_gpu(stack) and alike and len(group) * first.numel() < _AT_ONCE
 
 
 def _factorised(group: list[Tensor]) -> Iterator[Tensor]:
@@ -297,7 +298,7 @@ def _gram(x: Tensor) -> Tensor:
     On a GPU, a float32 product over many columns loses precision, so products over `_RUN` columns
     are summed in float64 if `_RUN` divides the number of columns.
     """
-    if not x.is_cuda or x.dtype == torch.float64 or x.shape[-1] % _RUN:
+    if not on_gpu(x) or x.dtype == torch.float64 or x.shape[-1] % _RUN:
         return (x @ x.mT).double()
     runs = x.unflatten(-1, (-1, _RUN)).transpose(-3, -2)  # (B, n / run, s, run)
     return (runs @ runs.mT).sum(-3, dtype=torch.float64)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from frostlab.devices import on_gpu
 from frostlab.errors import BadInput
 from frostlab.roles.parts import (
     Multiplies,
@@ -180,7 +181,7 @@ def _trainable_columns(grad: Tensor, rows: Rows | None) -> list[Tensor]:
         return [grad]
     if rows.repeats == 1:
         return [grad[:, start:stop] for start, stop in rows.spans]
-    if grad.is_cuda and grad.element_size() == 2:
+    if on_gpu(grad) and grad.element_size() == 2:
         return rows.pieces(grad, 1)
     return [rows.take(grad, 1)]
 

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from frostlab.devices import use_device, uses_nccl
 from frostlab.errors import BadInput, FrostlabError
-from frostlab.launcher import local_rank, local_world_size, world_size
+from frostlab.launcher import local_world_size, world_size
 from frostlab.recipe.settings import Train
 
 
@@ -25,7 +25,6 @@ class World:
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0  # the rank among the processes of this machine
     nccl: bool = False  # whether there is a process group, perhaps of one process, that uses NCCL
 
     @property
@@ -110,7 +109,7 @@ def process_group(device: torch.device, train: Train) -> Iterator[World]:
     try:
         if dist.get_world_size() != size:
             raise BadInput(f"WORLD_SIZE is {size}, but {dist.get_world_size()} processes joined")
-        yield World(dist.get_rank(), size, local_rank(), _is_nccl())
+        yield World(dist.get_rank(), size, _is_nccl())
     finally:
         if initialize and dist.is_initialized():
             dist.destroy_process_group()

@@ -42,7 +42,7 @@ from frostlab.storage import file_digest, finite
 from frostlab.surgery.audit import Audit
 from frostlab.timing.memory import estimated_memory, least_memory
 from frostlab.training.batches.batch import TokenExamples, collate, evaluation_order
-from frostlab.training.batches.feed import Feed, packs_examples
+from frostlab.training.batches.feed import Feed, fixed_width, packs_examples
 from frostlab.training.batches.prefix import build_prefix, check_prefix, prefix_depth
 from frostlab.training.distributed import (
     Compute,
@@ -211,10 +211,10 @@ def make_feed(
     if train.cache_prefix is not None and (not recipe.stages or prefix_depth(model)):
         current.objective.prefix = build_prefix(model, prepared, train, compute.precision, types)
     examples = task.examples(prepared, prepared.splits["train"], compute.device, types)
-    if train.batching == "fixed" and isinstance(examples, TokenExamples):
-        # a language model reads all tokens of an example but the last
-        width = recipe.data.length + (recipe.data.task == "language")
-        examples = replace(examples, width=width)
+    if isinstance(examples, TokenExamples):
+        # of a language model's example, the last token is only a target
+        longest = recipe.data.length + (recipe.data.task == "language")
+        examples = replace(examples, width=fixed_width(train, longest))
     feed = Feed(examples, train, recipe.seed, compute, current.objective.prefix)
     # the largest tensor is the same in arms with and without adapters, so they have equal widths
     largest = max(p.numel() for block in blocks(model) or [model] for p in block.parameters())
@@ -259,11 +259,11 @@ def _tokens_per_step(recipe: Recipe, prepared: PreparedData, compute: Compute) -
 
 
 def _mean_length(recipe: Recipe, prepared: PreparedData) -> float:
-    """Return the mean length of a training example; padding counts only with `batching: fixed`."""
+    """Return the mean length of a training example; padding counts if its width is fixed."""
     train = prepared.splits["train"]
-    if recipe.train.batching == "fixed" or not isinstance(train, Tokens):
-        return float(recipe.data.length)
-    return max(1.0, float(train.lengths.mean()) - (prepared.task == "language"))
+    if isinstance(train, Tokens) and fixed_width(recipe.train, recipe.data.length) is None:
+        return max(1.0, float(train.lengths.mean()) - (prepared.task == "language"))
+    return float(recipe.data.length)
 
 
 def _has_unused(

@@ -47,7 +47,7 @@ from tiny import tiny
 def test_the_kind_that_is_chosen(
     wanted: StepKind, device: str, processes: int, steps: int, kind: str, compiles: bool, said: str
 ) -> None:
-    compute = Compute(torch.device(device), torch.float32, World(0, processes, 0))
+    compute = Compute(torch.device(device), torch.float32, World(0, processes))
     choice = choose_kind(wanted, compute, steps, CompileCost(saved=4e-3, taken=8.0))
     assert (choice.kind, choice.compiles) == (kind, compiles)
     assert said in choice.reason
@@ -81,7 +81,7 @@ def test_the_kind_that_is_chosen(
 def test_steps_of_two_processes(
     wanted: StepKind, sharing: Sharing, nccl: bool, kind: str, said: str
 ) -> None:
-    compute = Compute(torch.device("cuda"), torch.float32, World(0, 2, 0, nccl))
+    compute = Compute(torch.device("cuda"), torch.float32, World(0, 2, nccl))
     cost = CompileCost(saved=4e-3, taken=8.0)
     choice = choose_kind(wanted, compute, 10, cost, sharing=sharing)
     assert choice.kind == kind

@@ -1,12 +1,9 @@
 """Operations with Triton kernels on CUDA, which also work in compiled layers and captured steps."""
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def chosen(

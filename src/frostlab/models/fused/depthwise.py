@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frostlab.models import fused
+from frostlab.devices import runs_triton
 
 LARGEST = 31  # taps; more need more registers than a lane has
 _GRID_DEPTH = 65535  # largest size of a CUDA grid in its third dimension
@@ -44,7 +44,7 @@ def has_kernel(x: Tensor, weight: Tensor) -> bool:
     kernel = weight.shape[-1]
     fits = x.shape[0] <= _GRID_DEPTH and kernel % 2 == 1 and kernel <= LARGEST
     typed = x.dtype in _DTYPES and weight.dtype in _DTYPES
-    return fused.HAS_TRITON and fits and typed and x.is_cuda
+    return fits and typed and runs_triton(x.device)
 
 
 @torch.library.custom_op("frostlab::depthwise", mutates_args=())

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from frostlab import devices
+from frostlab.devices import on_gpu
 from frostlab.models import fused
 from frostlab.models.fused.residual_norm import apply_linear
 
@@ -14,7 +16,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 def fits(dtype: torch.dtype) -> bool:
     """Return whether the kernels may replace torch's: not in float32, where they are less exact."""
-    return fused.HAS_TRITON and dtype in _DTYPES
+    return devices.HAS_TRITON and dtype in _DTYPES
 
 
 def gelu_of(linear: nn.Module, inputs: Tensor, approximate: str) -> Tensor:
@@ -26,7 +28,7 @@ def gelu_of(linear: nn.Module, inputs: Tensor, approximate: str) -> Tensor:
     device = inputs.device.type
     autocasts = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocasts else inputs.dtype
-    if not inputs.is_cuda or torch.compiler.is_compiling() or not fits(dtype):
+    if not on_gpu(inputs) or torch.compiler.is_compiling() or not fits(dtype):
         return F.gelu(linear(inputs), approximate=approximate)
     x, bias = apply_linear(linear, inputs)
     return gelu(x, bias, approximate)

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
+from frostlab import devices
+from frostlab.devices import on_gpu
 from frostlab.models import fused
 
 WIDEST = 8192  # columns; wider rows do not fit into a program's registers
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def add_and_norm(
@@ -67,7 +68,7 @@ def has_kernel(x: Tensor, norm: nn.Module) -> bool:
     While a layer is compiled, they cannot; `frostlab.training.step.fusion` may then put them into
     the layer's graph.
     """
-    if not x.is_cuda or type(norm) is not nn.LayerNorm or torch.compiler.is_compiling():
+    if not on_gpu(x) or type(norm) is not nn.LayerNorm or torch.compiler.is_compiling():
         return False
     return not is_hooked(norm) and fits(x, norm.weight, norm.bias, norm.normalized_shape)
 
@@ -80,7 +81,7 @@ def is_hooked(module: nn.Module) -> bool:
 
 def fits(x: Tensor, weight: Tensor | None, shift: Tensor | None, shape: Any) -> bool:
     """Return whether the kernels can normalise x: float32 rows that are not too wide."""
-    if not fused.HAS_TRITON or weight is None or tuple(shape) != (x.shape[-1],):
+    if not devices.HAS_TRITON or weight is None or tuple(shape) != (x.shape[-1],):
         return False
     typed = x.dtype == weight.dtype == torch.float32 and (shift is None or shift.dtype == x.dtype)
     return typed and x.shape[-1] <= WIDEST

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from frostlab.devices import multiprocessors
 from frostlab.models.fused.sum_kernels import add_shares
 
 _WARPS = 16  # of the backward pass per multiprocessor: 8 to 32 were tried on an H200
@@ -170,7 +171,7 @@ def differentiate(
             total.zero_()
         return by_x, by_branch, sums[0], sums[1], by_bias
     tile = _tile(width)
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    processors = multiprocessors(x.device)
     programs = min(max(1, _WARPS // tile["num_warps"]) * processors, count)
     shares = x.new_empty(programs, 3, width, dtype=torch.float32)
     _backward[(programs,)](

@@ -7,10 +7,11 @@ The partial sums are called shares.
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from frostlab.devices import multiprocessors
 
 _ROWS, _COLUMNS = 256, 16  # of the block of shares that a program loads at once
 
@@ -53,6 +54,6 @@ def add_shares(shares: Tensor, sums: Sequence[Tensor]) -> None:
 
 def programs_down(x: Tensor, across: int, rows: int, per_processor: int) -> int:
     """Return how many programs share the rows of x, if `across` programs share its columns."""
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    processors = multiprocessors(x.device)
     most = triton.cdiv(x.numel() // x.shape[-1], rows)
     return max(1, min(triton.cdiv(per_processor * processors, across), most))

@@ -33,6 +33,11 @@ def packs_examples(train: Train) -> bool:
     return train.batching == "packed" or train.cache_prefix is not None
 
 
+def fixed_width(train: Train, longest: int) -> int | None:
+    """Return the width of all batches, that of the longest example; None if widths differ."""
+    return longest if train.batching == "fixed" else None
+
+
 class Feed:
     """This process's training batches, in the order and batching mode that a recipe sets."""
 
@@ -62,7 +67,7 @@ class Feed:
         examples = self.examples
         if self.packs or not isinstance(examples, TokenExamples) or examples.limit is None:
             return
-        if examples.width is not None:  # `train.batching: fixed` has a single width
+        if examples.width is not None:  # all batches have this width
             return
         lengths, order = examples.tokens.lengths, self.order(0)
         parts = [rows for all_rows in order for rows in self._micro_batches(all_rows) if len(rows)]

@@ -5,10 +5,10 @@ backward pass only scales the gradients.
 """
 
 import functools
-import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from frostlab.devices import memory_bytes, on_gpu, runs_ahead, runs_triton
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.training.batches.batch import IGNORED
 
@@ -69,7 +70,7 @@ def head_loss(
     layers = [hidden] if isinstance(hidden, Tensor) else list(hidden)
     factors = [1.0] * len(layers) if weights is None else [float(w) for w in weights]
     _check(layers, weight, targets, bias, factors)
-    expected = None if on_host(weight) else _expected[-1]
+    expected = None if on_host(weight) else _expected.get()
     options = _Options(factors, ignore, copy, tied, expected)
     inputs = (weight, bias, *layers)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
@@ -87,7 +88,7 @@ class _Options:
     expected: Tensor | None  # the gradient with which backward will probably be called
 
 
-_expected: list[Tensor | None] = [None]
+_expected: ContextVar[Tensor | None] = ContextVar("_expected", default=None)
 
 
 @contextmanager
@@ -98,11 +99,11 @@ def expect_gradient(gradient: Tensor) -> Iterator[None]:
     fused kernel. If backward is then called with this very tensor, it need not scale them;
     otherwise it corrects them.
     """
-    _expected.append(gradient)
+    token = _expected.set(gradient)
     try:
         yield
     finally:
-        _expected.pop()
+        _expected.reset(token)
 
 
 def _check(
@@ -415,16 +416,13 @@ def _scored_rows(targets: Tensor, ignore: int, classes: int) -> Tensor | None:
 
 
 def _chunk_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return CPU_CHUNK
-    return int(GPU_CHUNK * torch.cuda.get_device_properties(device).total_memory)
+    memory = memory_bytes(device)
+    return CPU_CHUNK if memory is None else int(GPU_CHUNK * memory)
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether one kernel computes loss and gradient: on CUDA with triton, not in float64."""
-    if device.type != "cuda" or dtype == torch.float64:
-        return False
-    return importlib.util.find_spec("triton") is not None
+    return runs_triton(device) and dtype != torch.float64
 
 
 def on_host(tensor: Tensor) -> bool:
@@ -432,7 +430,7 @@ def on_host(tensor: Tensor) -> bool:
 
     On a GPU, the host waits for the value, and reading it fails while a graph is captured.
     """
-    return tensor.device.type == "cpu"
+    return not runs_ahead(tensor.device)
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -446,7 +444,7 @@ def put_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Write a matrix product into `out`; on CUDA, a float32 `out` is not rounded to bf16 first."""
     if out.dtype == a.dtype:
         return torch.mm(a, b, out=out)
-    if a.device.type == "cuda" and out.dtype == torch.float32:
+    if on_gpu(a) and out.dtype == torch.float32:
         return torch.mm(a, b, out_dtype=out.dtype, out=out)
     return out.copy_(torch.mm(a, b))
 
@@ -455,7 +453,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a matrix product to a full-precision total."""
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, out=total)
-    elif a.device.type == "cuda":
+    elif on_gpu(a):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.add_(torch.mm(a, b))
