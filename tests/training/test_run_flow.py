@@ -202,7 +202,8 @@ def test_what_was_done_twice_counts_once(tmp_path: Path) -> None:
     (parts,) = [{**e, "step": 8} for e in events if e["kind"] == "flow_parts"]
     again = [{**e, "weight": [7.0] * len(before.parts)} for e in events
              if e["kind"] == "flow" and e["step"] > 8]  # fmt: skip
-    shape = {"device": "cpu", "precision": "float32", "processes": 1, "threads": 1}
+    shape = {"device": "cpu", "precision": "float32", "processes": 1, "threads": 1,
+             "runs_at_once": 1}  # fmt: skip
     resumed = {"kind": "resume", "at": 1.0, "step": 8, **shape}
     lines = [resumed, parts, *again[:2]]
     with file.open("a") as end:
