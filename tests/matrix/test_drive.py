@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from frostlab.cli.main import app
 from frostlab.cli.matrix import _detach
 from frostlab.matrix.drive import Ends, add_to_live, check_notify, drive
 from frostlab.matrix.places import Opened, Places
-from frostlab.matrix.plan import matrix_plan
+from frostlab.matrix.plan import matrix_plan, merged
 from frostlab.matrix.status import read_status
 from frostlab.matrix.store import EVERYTHING, MatrixFolder, MatrixPlan, driving, holder_of
 from frostlab.matrix.task import Outcome, Task, run_task
@@ -145,6 +146,85 @@ def test_a_run_that_is_refused_is_reported_and_the_command_is_told(
     assert told.read_text().splitlines() == [
         "mine-recipe-none-s0 failed", "mine-recipe-none-s1 failed", "mine failed",
     ]  # fmt: skip
+
+
+def test_a_request_to_stop_ends_with_the_driver_that_it_was_meant_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second request to stop may be left when the driver ends; the next one must not obey it."""
+    opened = nullcontext(Opened(Refusing(None), "here", 1))
+    monkeypatch.setattr("frostlab.matrix.drive.executor_in", lambda *_, **__: opened)
+    folder = MatrixFolder(tmp_path / "runs", "mine")
+    plan, more = plan_of(tmp_path, 1), plan_of(tmp_path, 1, "more")
+    for request in ({"stop": EVERYTHING}, {"stop": "mine-recipe-none-s0"}, {"stop": EVERYTHING}):
+        folder.request(**request)
+    folder.request(add=asdict(more))
+    ends = drive(plan, folder, CPU)
+    assert (ends.counts, ends.stopped) == ({"finished": 2}, False), "runs are still added"
+
+
+def test_a_request_is_removed_before_it_is_answered(tmp_path: Path) -> None:
+    folder = MatrixFolder(tmp_path, "mine")
+    folder.request(stop=EVERYTHING)
+    assert next(folder.requests()) == {"stop": EVERYTHING}  # the answer may end the driver here
+    assert list(folder.requests()) == []
+
+
+def test_runs_that_a_command_leaves_out_are_not_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = nullcontext(Opened(Refusing(None), "here", 1))
+    monkeypatch.setattr("frostlab.matrix.drive.executor_in", lambda *_, **__: opened)
+    folder, said = MatrixFolder(tmp_path / "runs", "mine"), list[str]()
+    three, one, more = plan_of(tmp_path, 3), plan_of(tmp_path, 1), plan_of(tmp_path, 1, "more")
+    folder.write_plan(merged(three, more)[0])  # as an earlier command, which was stopped, left it
+    ends = drive(one, folder, CPU, say=said.append)
+    assert ends.counts == {"finished": 2, "waiting": 2}, "runs of another file are not left out"
+    assert "2 runs of earlier commands are left out by this one" in said
+    assert drive(three, folder, CPU).counts == {"finished": 4}
+
+
+def test_a_slow_notice_does_not_hold_up_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command about the first run ends only when the second run has begun."""
+    opened = nullcontext(Opened(Refusing(None), "here", 1))
+    monkeypatch.setattr("frostlab.matrix.drive.executor_in", lambda *_, **__: opened)
+    folder = MatrixFolder(tmp_path / "runs", "mine")
+    plan = plan_of(tmp_path, 2, train={"batch": 32, "epochs": 1, "threads": 1, "processes": 2})
+    second, told = folder.logs / "second", tmp_path / "told.txt"
+    start = Refusing.start
+
+    def noted(self: Refusing, task: Task) -> None:
+        if task.path.name.endswith("-s1"):
+            second.touch()
+        start(self, task)
+
+    monkeypatch.setattr(Refusing, "start", noted)
+    waits = f"until [ -e {second} ]; do sleep 0.02; done; echo {{name}} >> {told}"
+    said: list[str] = []
+    drive(plan, folder, CPU, notify=f"sh -c '{waits}'", say=said.append)
+    assert len(told.read_text().splitlines()) == 3
+    assert not [line for line in said if "--notify" in line]
+
+
+def test_a_plan_that_is_removed_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = nullcontext(Opened(Refusing(None), "here", 1))
+    monkeypatch.setattr("frostlab.matrix.drive.executor_in", lambda *_, **__: opened)
+    monkeypatch.setattr("frostlab.matrix.drive._PLAN_SECONDS", 0.0)
+    folder, said = MatrixFolder(tmp_path / "runs", "mine"), list[str]()
+
+    def removing(line: str) -> None:
+        said.append(line)
+        if "on here" in line:
+            folder.plan_path.unlink()
+
+    plan = plan_of(tmp_path, 1)
+    drive(plan, folder, CPU, say=removing)
+    assert folder.plan().runs == plan.runs
+    assert "matrix.json was removed while the matrix runs; it is written again" in said
 
 
 def test_a_run_that_diverges_is_reported_once_and_the_others_go_on(tmp_path: Path) -> None:
@@ -296,6 +376,12 @@ def test_a_signal_stops_it_with_checkpoints_and_a_second_at_once(tmp_path: Path)
     program.communicate(timeout=200)
     assert program.returncode != 0
     assert holder_of(runs) is None
+    resumes = [path.read_text().count('"resume"') for path in events]
+    program = command(tmp_path, *words)  # goes on again
+    wait_until(lambda: all(p.read_text().count('"resume"') > n
+                           for p, n in zip(events, resumes, strict=True)))  # fmt: skip
+    program.send_signal(signal.SIGINT)
+    program.communicate(timeout=200)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from frostlab.matrix.queue import Queue
+from frostlab.matrix.queue import Queue, Reason
 from frostlab.matrix.task import Kind, Outcome, Task
 from frostlab.recipe.load import recipe_from
 from frostlab.storage import Lock
@@ -21,7 +21,7 @@ class Pretended:
         self.ways, self.room = ways, room
         self.started: list[str] = []
         self.stopped: list[str] = []
-        self.killed: bool | None = None
+        self.closed: Reason | None = None
         self._running: list[Task] = []
 
     def free(self) -> int:
@@ -42,8 +42,8 @@ class Pretended:
     def stop(self, paths: Iterable[Path]) -> None:
         self.stopped += [path.name for path in paths]
 
-    def close(self, kill: bool = False) -> None:
-        self.killed = kill
+    def close(self, reason: Reason = "done") -> None:
+        self.closed = reason
 
 
 def tasks(folder: Path, names: Iterable[str]) -> list[Task]:
@@ -66,7 +66,7 @@ def test_a_crash_is_tried_once_more_and_costs_only_its_own_run(tmp_path: Path) -
     }  # fmt: skip
     assert sorted(executor.started) == ["a", "a", "b", "b", "c", "d", "e"]
     assert said == [f"{name}: words; the run is tried once more" for name in "ab"]
-    assert executor.killed is False
+    assert executor.closed == "done"
 
 
 def test_a_lost_machine_does_not_count_as_a_crash(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A matrix on a real Ray cluster of two nodes on this machine, one of which is killed midway."""
 
+import errno
 import http.server
 import json
 import os
@@ -10,6 +11,7 @@ import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,9 @@ import yaml
 import frostlab as fl
 from compared import compared_in
 from frostlab.matrix.places import Places
-from frostlab.matrix.ray_tasks import Receiver, Sender, all_pieces, check_address
+from frostlab.matrix.ray_tasks import RayTasks, Receiver, Sender, all_pieces, check_address
+from frostlab.matrix.task import Task
+from frostlab.recipe.load import recipe_from
 from frostlab.records.folder import RunRecord
 from tiny import tiny
 
@@ -79,6 +83,35 @@ def test_a_mirrored_folder_is_the_same_after_every_change(
     assert contents(tmp_path / "again") == contents(there)
     with pytest.raises(fl.BadInput, match="is not inside"):
         receiver.apply(type(all_pieces(there)[0])("../x", b""))
+
+
+class RemoteError(Exception):
+    """An error of a Ray task, with the error that it raised as its cause."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__("a long text of Ray")
+        self.cause = cause
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "blocked"),
+        (RemoteError(OSError(errno.EROFS, "Read-only file system")), "blocked"),
+        (OSError(errno.ENOENT, "No such file"), "failed"),
+        (RemoteError(ValueError("a bug")), "failed"),
+    ],
+)
+def test_a_full_disk_of_a_node_or_of_the_driver_is_waited_for(
+    error: Exception, outcome: str, tmp_path: Path
+) -> None:
+    """The second and the fourth error come from the actor that a task called."""
+    tasks = RayTasks.__new__(RayTasks)  # without a cluster
+    tasks._ray = SimpleNamespace(exceptions=SimpleNamespace(RayTaskError=RemoteError))
+    task = Task("a", recipe_from(tiny()), tmp_path / "a", "a")
+    found = tasks._problem(task, RemoteError(error))
+    assert found.kind == outcome
+    assert "a long text" not in found.text
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """A matrix through a real Slurm on this machine; skipped where it is not installed."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,8 @@ import slurm_here
 from compared import compared_in
 from frostlab.matrix.check import check_recipe
 from frostlab.matrix.places import Places
-from frostlab.matrix.slurm_jobs import check_options, parse_options, warning_seconds
+from frostlab.matrix.slurm_jobs import SlurmJobs, check_options, parse_options, warning_seconds
+from frostlab.matrix.task import Outcome, Task
 from frostlab.recipe.load import recipe_from
 from frostlab.records.folder import RunRecord
 from tiny import tiny
@@ -54,6 +58,97 @@ def test_places_exclude_each_other() -> None:
         Places(ray="a:1", slurm="time=1").check()
     with pytest.raises(fl.BadInput, match="--slurm chooses the devices itself"):
         Places(per_device="2", slurm="time=1").check()
+
+
+PROGRAMS = {  # instead of Slurm's; they fail while the file `down` exists
+    "sbatch": "test -e $HERE/down && { echo 'sbatch: error: busy' >&2; exit 1; }; "
+    "echo Submitted batch job 77",
+    "squeue": "test -e $HERE/down && { echo 'Socket timed out' >&2; exit 1; }; cat $HERE/jobs",
+    "scancel": 'test -e $HERE/down && exit 1; echo "$@" >> $HERE/cancelled',
+    "sinfo": "echo cpu",
+    "srun": "true",
+}
+
+
+@pytest.fixture
+def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with programs of Slurm that do as the files in it say."""
+    pytest.importorskip("submitit", reason="submitit is not installed: frostlab[slurm]")
+    here = tmp_path / "programs"
+    here.mkdir()
+    for name, text in PROGRAMS.items():
+        (here / name).write_text(f"#!/bin/sh\nHERE={here}\n{text}\n")
+        (here / name).chmod(0o755)
+    (here / "jobs").touch()
+    monkeypatch.setenv("PATH", f"{here}:{os.environ['PATH']}")
+    for seconds in ("_LOOK_SECONDS", "_LOST_SECONDS", "_RETRY_SECONDS"):
+        monkeypatch.setattr(f"frostlab.matrix.slurm_jobs.{seconds}", 0.0)
+    return here
+
+
+def tasks(folder: Path, *names: str) -> list[Task]:
+    recipe = recipe_from(tiny())
+    return [Task(name, recipe, (folder / "runs" / name).resolve(), name) for name in names]
+
+
+def test_jobs_go_on_while_slurm_does_not_answer(pretended: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    jobs = SlurmJobs("time=1", None, tmp_path / "logs", said.append)
+    first, second = tasks(tmp_path, "a", "b")
+    (pretended / "jobs").write_text("77|PENDING|\n")
+    jobs.start(first)
+    assert jobs.wait(0) == []
+    assert jobs.running() == {first.path: "job 77, pending"}
+    (pretended / "jobs").write_text("77|RUNNING|node1\n")
+    assert jobs.wait(0) == []
+    assert jobs.running() == {first.path: "job 77, node1"}
+    (pretended / "down").touch()
+    (pretended / "jobs").write_text("")
+    jobs.start(second)
+    for _ in range(3):
+        assert jobs.wait(0) == [], "a job is not lost because its state is not known"
+    assert jobs.running() == {first.path: "job 77, node1", second.path: "Slurm, pending"}
+    assert [line.partition(";")[0] for line in said] == [
+        "--slurm: Socket timed out", "--slurm: sbatch: error: busy",
+    ]  # fmt: skip
+    write_outcome(tmp_path, "a", Outcome("finished", "accuracy 0.5"))
+    assert [(task.name, outcome.kind) for task, outcome in jobs.wait(0)] == [("a", "finished")]
+    (pretended / "down").unlink()
+    (pretended / "jobs").write_text("77|PENDING|\n")
+    assert jobs.wait(0) == []
+    assert jobs.running() == {second.path: "job 77, pending"}
+    jobs.close("failed")
+    assert not (pretended / "cancelled").exists(), "the next driver finds the jobs again"
+    jobs.close("killed")
+    assert (pretended / "cancelled").read_text() == "77\n"
+
+
+def write_outcome(folder: Path, name: str, outcome: Outcome) -> None:
+    (folder / "slurm" / f"{name}.outcome.json").write_text(json.dumps(asdict(outcome)))
+
+
+def test_a_job_that_slurm_does_not_know_has_crashed(pretended: Path, tmp_path: Path) -> None:
+    jobs = SlurmJobs("time=1", None, tmp_path / "logs")
+    (task,) = tasks(tmp_path, "a")
+    jobs.start(task)
+    (ended,) = jobs.wait(0)
+    assert ended == (task, Outcome("crashed", "job 77 ended with UNKNOWN"))
+
+
+def test_options_that_sbatch_refuses_are_one_line(pretended: Path, tmp_path: Path) -> None:
+    jobs = SlurmJobs("time=1", None, tmp_path / "logs")
+    (pretended / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: no such qos' >&2\nexit 1\n")
+    jobs.start(*tasks(tmp_path, "a"))
+    with pytest.raises(fl.BadInput, match="^--slurm: .*no such qos"):
+        jobs.wait(0)
+
+
+def test_a_missing_program_of_slurm_is_named(pretended: Path) -> None:
+    (pretended / "srun").unlink()
+    if shutil.which("srun") is not None:
+        pytest.skip("this machine has Slurm's own srun")
+    with pytest.raises(fl.BadInput, match="--slurm: srun is not installed here"):
+        check_options("time=1")
 
 
 @pytest.fixture(scope="module")

@@ -134,6 +134,8 @@ def matrix(
     holder = holder_of(runs)
     if holder is not None and (add or holder.name == plan.name):
         _add(plan, MatrixFolder(runs, holder.name))
+        if notify is not None or places != Places():
+            echo(f"{holder.name} keeps the devices and the --notify of the command that started it")
         return
     if add:
         raise BadInput(f"--add: no matrix runs in {runs}; start one without --add")
@@ -214,8 +216,8 @@ def _detach(plan: "MatrixPlan", folder: "MatrixFolder") -> None:
     from frostlab.matrix.store import holder_of
     from frostlab.matrix.task import disk_problem
 
-    merged, left = prepare_matrix(plan, folder)  # refuses what the driver would refuse
-    for run in merged.runs:
+    prepared = prepare_matrix(plan, folder)  # refuses what the driver would refuse
+    for run in prepared.plan.runs:
         if run.missing is not None:
             echo(f"{run.name} cannot run (missing: {run.missing}); the others go on")
     problem = disk_problem(folder.path)  # a driver that cannot write its log could not report it
@@ -246,13 +248,17 @@ def _detach(plan: "MatrixPlan", folder: "MatrixFolder") -> None:
             last = text.splitlines()[-1] if text else f"exit code {driver.returncode}"
             kind = BadInput if driver.returncode == 2 else FrostlabError
             raise kind(last.removeprefix("frostlab: "))
-        time.sleep(0.1)
+        try:
+            time.sleep(0.1)
+        except KeyboardInterrupt:
+            echo(f"{plan.name} begins in the background; `frostlab stop {plan.name}` stops it")
+            raise
     else:
         raise FrostlabError(
             f"{plan.name} has not begun after {_START_SECONDS:.0f} s; process {driver.pid} may "
             f"still begin it: see `frostlab status` and {folder.log}"
         )
     echo(
-        f"{plan.name}: {counted(len(left), 'runs')} to train in the background (process "
+        f"{plan.name}: {counted(len(prepared.left), 'runs')} to train in the background (process "
         f"{driver.pid}); `frostlab status` shows them, `frostlab stop {plan.name}` stops them"
     )

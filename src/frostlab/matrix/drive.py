@@ -15,6 +15,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -85,21 +86,37 @@ def check_notify(command: str | None) -> None:
             raise BadInput(f"--notify: the program {parts[0]!r:.80} is not found")
 
 
-def prepare_matrix(plan: MatrixPlan, folder: MatrixFolder) -> tuple[MatrixPlan, list[Task]]:
-    """Return the plan, merged with the stored one if there is one, and its tasks that are not done.
+@dataclass(frozen=True)
+class Prepared:
+    """A plan that is merged with the stored one, and the runs of it that are to be trained."""
 
-    BadInput is raised if the folder of a planned run holds a run of another recipe.
+    plan: MatrixPlan
+    left: list[Task]  # not done yet
+    left_out: int  # number of runs that are not done either, and that the command leaves out
+
+
+def prepare_matrix(plan: MatrixPlan, folder: MatrixFolder) -> Prepared:
+    """Merge a plan with the stored one, if there is one, and find the runs that are not done.
+
+    Runs that an earlier command planned from the same file or group, and that this one leaves out
+    (by --only or fewer --seeds), stay in the plan but are not trained. BadInput is raised if the
+    folder of a planned run holds a run of another recipe.
     """
+    wanted, phases = {run.name for run in plan.runs}, {run.phase for run in plan.runs}
     if folder.has_plan():
         plan, _ = merged(folder.plan(), plan)
-    left = []
+    chosen = {run.name for run in plan.runs if run.name in wanted or run.phase not in phases}
+    left, left_out = [], 0
     for task in tasks_of(plan, folder.runs):
         if task.path.is_symlink():
             raise BadInput(f"{task.path} is a link; runs are written only inside their folder")
         if not is_done(task):
             check_begun(task)
-            left.append(task)
-    return plan, left
+            if task.path.name in chosen:
+                left.append(task)
+            else:
+                left_out += 1
+    return Prepared(plan, left, left_out)
 
 
 def drive(
@@ -121,15 +138,17 @@ def drive(
     # An absolute path is needed where runs train on other machines.
     folder = MatrixFolder(folder.runs.resolve(), folder.name)
     with driving(folder):
-        plan, left = prepare_matrix(plan, folder)
+        prepared = prepare_matrix(plan, folder)
+        plan = prepared.plan
         try:
             folder.write_plan(plan)
         except OSError as error:
             raise BadInput(f"{folder.path} cannot be written ({error.strerror})") from None
+        folder.forget_stops()
         data_dir = None if plan.data_dir is None else Path(plan.data_dir)
         opening = executor_in(places, data_dir, folder.logs, say=say, memory=memory)
         with interruptions() as asked, opening as opened:
-            return _Driver(plan, folder, opened, asked, notify, say).work(left)
+            return _Driver(plan, folder, opened, asked, notify, say).work(prepared)
 
 
 class _Driver:
@@ -159,20 +178,24 @@ class _Driver:
         self._since: dict[Path, float] = {}
         self._written = self._looked = 0.0
         self._last: DriverState | None = None
+        self._notices = ThreadPoolExecutor(1)  # starts the command of --notify
         self._plan_time = self._modified()
 
     def _asked_to_stop(self) -> bool:
         """Return whether a signal or a request has asked the matrix to stop."""
         return self._stop_requests > 0 or self._asked()
 
-    def work(self, left: Sequence[Task]) -> Ends:
+    def work(self, prepared: Prepared) -> Ends:
         """Run the tasks that are left, and return how all runs ended."""
+        left, left_out = prepared.left, prepared.left_out
         runnable = sum(run.missing is None for run in self._plan.runs)
         for name, state in self._states.items():
             self._say(f"{name} cannot run ({state.error}); the others go on")
-        if len(left) < runnable:
-            self._say(f"{runnable - len(left)} of {runnable} runs are done already")
-            self._say_diverged({task.path.name for task in left})
+        if done := runnable - len(left) - left_out:
+            self._say(f"{done} of {runnable} runs are done already")
+            self._say_diverged()
+        if left_out:
+            self._say(f"{counted(left_out, 'runs')} of earlier commands are left out by this one")
         self._say(f"{counted(len(left), 'runs')} on {self._opened.about}")
         stopped = True
         try:
@@ -185,13 +208,14 @@ class _Driver:
         ends = self._ends(stopped)
         self._say(_summary(self._plan.name, ends))
         self._notify(self._plan.name, ends.status)
+        self._notices.shutdown()
         return ends
 
-    def _say_diverged(self, left: set[str]) -> None:
+    def _say_diverged(self) -> None:
         """Say which runs diverged in an earlier call; their seeds would diverge again."""
         for run in self._plan.runs:
             path = self._folder.runs / run.name
-            if run.missing is None and run.name not in left and _status(path) == "diverged":
+            if run.missing is None and _status(path) == "diverged":
                 error = RunRecord(path).result.error
                 self._say(
                     f"{run.name} has diverged, and would again, so it is not repeated: {error}"
@@ -269,16 +293,26 @@ class _Driver:
             for run in added if run.missing is not None
         }  # fmt: skip
         self._queue.add(left)
+        order = {run.name: place for place, run in enumerate(plan.runs)}
+        self._queue.waiting.sort(key=lambda task: order[task.path.name])
         self._say(f"added: {counted(len(left), 'runs')}")
 
     def _keep_plan(self) -> None:
-        """Rename the plan's file if another program has changed it, and write the plan again."""
+        """Write the plan again if another program has removed or changed its file.
+
+        A changed file is kept under another name.
+        """
         if time.monotonic() - self._looked < _PLAN_SECONDS:
             return
         self._looked = time.monotonic()
-        if self._modified() in (self._plan_time, None):
+        if self._modified() == self._plan_time:
             return
         with suppress(OSError):
+            if not self._folder.has_plan():
+                self._folder.write_plan(self._plan)
+                self._plan_time = self._modified()
+                self._say("matrix.json was removed while the matrix runs; it is written again")
+                return
             kept = self._folder.keep_changed_plan()
             self._folder.write_plan(self._plan)
             self._plan_time = self._modified()
@@ -336,12 +370,15 @@ class _Driver:
         return Ends(dict(counts), stopped, time.time() - self._began)
 
     def _notify(self, name: str, status: str) -> None:
-        """Start the command of --notify; if it fails, show the error and go on."""
-        if self._notify_command is None:
-            return
-        parts = [
-            part.format(name=name, status=status) for part in shlex.split(self._notify_command)
-        ]
+        """Start the command of --notify after earlier ones; the queue does not wait for it."""
+        if self._notify_command is not None:
+            parts = [
+                part.format(name=name, status=status) for part in shlex.split(self._notify_command)
+            ]
+            self._notices.submit(self._call, parts)
+
+    def _call(self, parts: Sequence[str]) -> None:
+        """Run a program; if it fails, show the error."""
         try:
             subprocess.run(
                 parts, stdin=subprocess.DEVNULL, timeout=_NOTIFY_SECONDS, check=True,

@@ -99,7 +99,7 @@ def executor_in(
     if places.slurm is not None:
         from frostlab.matrix.slurm_jobs import SlurmJobs
 
-        jobs = SlurmJobs(places.slurm, data_dir, logs)
+        jobs = SlurmJobs(places.slurm, data_dir, logs, say)
         yield Opened(jobs, f"Slurm ({places.slurm})", jobs.free())
         return
     chosen = places.devices is not None

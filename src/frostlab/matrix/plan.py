@@ -366,4 +366,5 @@ def merged(old: MatrixPlan, new: MatrixPlan) -> tuple[MatrixPlan, list[PlannedRu
     found = {run.name: run.missing for run in new.runs}  # data may have been fetched since
     kept = [replace(run, missing=found.get(run.name, run.missing)) for run in old.runs]
     recipes = [*old.recipes, *new.recipes] if added else old.recipes
-    return replace(old, runs=[*kept, *added], recipes=recipes, data_dir=new.data_dir), added
+    runs = in_order([*kept, *added])
+    return replace(old, runs=runs, recipes=recipes, data_dir=new.data_dir), added

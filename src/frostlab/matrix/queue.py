@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from frostlab.matrix.task import Outcome, Task, disk_problem
 from frostlab.records.index import LOCK
@@ -20,6 +20,8 @@ _DISK_SECONDS = 2.0  # wait between two attempts to write to a full or read-only
 _MOST_BLOCKED = 100  # most attempts at one task that fail because of a full or read-only disk
 _ATTEMPTS = 2  # a crash is retried once
 Ended = tuple[Task, Outcome]
+# why an executor is closed: its tasks have ended, the user wants them to end now, or an error
+Reason = Literal["done", "killed", "failed"]
 
 
 class Executor(Protocol):
@@ -40,8 +42,11 @@ class Executor(Protocol):
     def stop(self, paths: Iterable[Path]) -> None:
         """Ask tasks to stop after a step, with a checkpoint."""
 
-    def close(self, kill: bool = False) -> None:
-        """Release what the executor holds; `kill` ends running tasks at once."""
+    def close(self, reason: Reason = "done") -> None:
+        """Release what the executor holds; tasks that still run end at once.
+
+        After an error, tasks go on if the next driver can find them again.
+        """
 
 
 def _nothing() -> None:
@@ -81,7 +86,8 @@ class Queue:
         second signal raises KeyboardInterrupt, and the running tasks are killed.
         """
         self.waiting += tasks
-        stopping, done = False, False
+        stopping = False
+        reason: Reason = "failed"
         try:
             while self.waiting or self.executor.running():
                 self._each_turn()
@@ -102,9 +108,12 @@ class Queue:
                     elif unwanted or self._is_last(task, outcome):
                         yield task, outcome
                     self._unwanted.discard(task.path)
-            done = True
+            reason = "done"
+        except KeyboardInterrupt:
+            reason = "killed"
+            raise
         finally:
-            self.executor.close(kill=not done)
+            self.executor.close(reason)
 
     def _start(self) -> None:
         """Start tasks while there is room; skip folders that a dying process still locks."""

@@ -27,8 +27,8 @@ import psutil  # type: ignore[import-untyped]
 import frostlab
 from frostlab.errors import BadInput, first_line, require
 from frostlab.launcher import AT_ONCE
-from frostlab.matrix.queue import Ended
-from frostlab.matrix.task import Outcome, Task, run_task
+from frostlab.matrix.queue import Ended, Reason
+from frostlab.matrix.task import Outcome, Task, disk_problem_in, run_task
 from frostlab.matrix.workers import output_to
 from frostlab.records.index import EVENTS, LOCK, RESULT
 from frostlab.storage import path_inside
@@ -283,11 +283,19 @@ def _train(
         ended.set()
         thread.join()
     words = f"{outcome.kind}: {outcome.text}\n".encode()
-    send()
-    written.close()
-    ray.get(store.write.remote(path, [], log, words))
-    shutil.rmtree(folder.parent, ignore_errors=True)
+    try:
+        send()
+        ray.get(store.write.remote(path, [], log, words))
+    finally:
+        written.close()
+        shutil.rmtree(folder.parent, ignore_errors=True)
     return outcome
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return the error that a Ray task raised, or a task of the actor that it called."""
+    inner = getattr(error, "cause", None)
+    return _cause(inner) if isinstance(inner, BaseException) else error
 
 
 class RayTasks:
@@ -299,7 +307,9 @@ class RayTasks:
     def __init__(self, address: str, data_dir: Path | None, logs: Path) -> None:
         check_address(address)
         self._ray = ray = require("ray", "ray", "--ray")
-        self._data_dir, self._logs = data_dir, logs
+        # Ray's processes have other working folders.
+        self._data_dir = None if data_dir is None else data_dir.resolve()
+        self._logs = logs
         package = str(Path(frostlab.__file__).parent)
         try:
             ray.init(
@@ -366,12 +376,15 @@ class RayTasks:
     def _problem(self, task: Task, error: Exception) -> Outcome:
         """Return the outcome of a run whose Ray task has raised an error.
 
-        It is "failed" if the run itself raised it, "lost" if its node has died, and "crashed" if
-        only its process has died.
+        It is "failed" if the run itself raised it, "blocked" if a disk is full, "lost" if its node
+        has died, and "crashed" if only its process has died.
         """
         errors = self._ray.exceptions
         if isinstance(error, errors.RayTaskError):
-            return Outcome("failed", first_line(error.cause if error.cause else error))
+            cause = _cause(error)
+            if (problem := disk_problem_in(cause)) is not None:
+                return Outcome("blocked", problem)
+            return Outcome("failed", first_line(cause))
         node, name = self._nodes.get(str(task.path.resolve()), ("", "its node"))
         alive = {entry["NodeID"] for entry in self._ray.nodes() if entry["Alive"]}
         lost = isinstance(error, errors.NodeDiedError) or (node and node not in alive)
@@ -390,10 +403,10 @@ class RayTasks:
         """Ask runs to stop after a step, with a checkpoint."""
         self._ray.get(self._store.stop.remote([str(path.resolve()) for path in paths]))
 
-    def close(self, kill: bool = False) -> None:
+    def close(self, reason: Reason = "done") -> None:
         """Leave the cluster; runs that have not ended are cancelled."""
         for reference in self._running:
             with suppress(Exception):
-                self._ray.cancel(reference, force=kill)
+                self._ray.cancel(reference, force=reason != "done")
         self._running.clear()
         self._ray.shutdown()

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from frostlab.errors import BadInput, first_line, nearest, require
-from frostlab.matrix.queue import Ended
+from frostlab.matrix.queue import Ended, Reason
 from frostlab.matrix.task import Kind, Outcome, Task, run_task
 from frostlab.matrix.workers import output_to
 from frostlab.storage import read_json, write_whole
@@ -30,6 +30,7 @@ from frostlab.typed import read
 
 _MOST_JOBS = 1000  # most jobs that may be pending or running at the same time
 _LOOK_SECONDS = 2.0  # time between two calls of squeue
+_RETRY_SECONDS = 30.0  # wait before jobs that sbatch refused are submitted again
 _TIMEOUTS = 1000  # how often a job may reach its time limit and be requeued
 _WARNING_SECONDS = (10, 90)  # least and most time between Slurm's signal and the time limit
 _LOST_SECONDS = 10.0  # wait for the file with a job's outcome after squeue reports its end
@@ -99,8 +100,11 @@ def check_options(text: str) -> None:
             "needs longer is requeued, and goes on"
         )
     partition = options.get("partition")
-    if shutil.which("sbatch") is None:
-        raise BadInput("--slurm: sbatch is not installed here; run frostlab on a Slurm login node")
+    for program in ("sbatch", "squeue", "scancel", "sinfo", "srun"):
+        if shutil.which(program) is None:
+            raise BadInput(
+                f"--slurm: {program} is not installed here; run frostlab on a Slurm login node"
+            )
     partitions = _ask("sinfo", "--noheader", "--format=%R").split()
     if partition is not None and partition not in partitions:
         hint = nearest(partition, partitions) or f"; there are {', '.join(partitions)}"
@@ -194,8 +198,15 @@ class SlurmJobs:
     next to the logs.
     """
 
-    def __init__(self, options: str, data_dir: Path | None, logs: Path) -> None:
+    def __init__(
+        self,
+        options: str,
+        data_dir: Path | None,
+        logs: Path,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
         check_options(options)
+        self._say = say
         self._submitit = require("submitit", "slurm", "--slurm")
         self._data_dir = None if data_dir is None else data_dir.resolve()
         self._logs = logs.resolve()
@@ -216,6 +227,9 @@ class SlurmJobs:
         self._new: list[Task] = []
         self._states: dict[str, _Job] = {}
         self._looked = -_LOOK_SECONDS
+        self._problem: str | None = None  # why squeue does not answer now
+        self._refusal: str | None = None  # why sbatch refused the last job array
+        self._next_try = 0.0  # when jobs may be submitted, by the monotonic clock
         self._gone: dict[str, float] = {}  # job → when squeue first called it ended
         self._known = self._stored()
 
@@ -243,8 +257,12 @@ class SlurmJobs:
             self._new.append(task)
 
     def _submit(self) -> None:
-        """Submit the tasks that wait, as one job array."""
-        if not self._new:
+        """Submit the tasks that wait, as one job array.
+
+        If Slurm refuses the first array, the options are wrong. A later refusal, such as one of a
+        busy server, is only said, and it tries again later: running jobs must not suffer.
+        """
+        if not self._new or time.monotonic() < self._next_try:
             return
         functions = [
             SlurmRun(task, self._data_dir, self._logs, self._outcome(task), self._grace)
@@ -254,10 +272,17 @@ class SlurmJobs:
             with self._executor.batch():
                 jobs = [self._executor.submit(function) for function in functions]
         except Exception as error:  # submitit passes on what sbatch has written
-            raise BadInput(f"--slurm: {first_line(error)}") from None
+            if not self._jobs:
+                raise BadInput(f"--slurm: {first_line(error)}") from None
+            self._next_try = time.monotonic() + _RETRY_SECONDS
+            if self._refusal != (refusal := first_line(error)):
+                self._say(f"--slurm: {refusal}; {len(self._new)} runs are submitted later")
+            self._refusal = refusal
+            return
         for task, job in zip(self._new, jobs, strict=True):
             self._jobs[task.path] = self._known[task.path.name] = job.job_id
         self._new.clear()
+        self._refusal = None
         self._looked = -_LOOK_SECONDS
         write_whole(self._numbers, json.dumps(self._known, indent=1) + "\n")
 
@@ -269,14 +294,27 @@ class SlurmJobs:
         if time.monotonic() - self._looked < _LOOK_SECONDS:
             return
         self._looked = time.monotonic()
-        output = _ask("squeue", "--me", "--states=all", "--array", "--noheader",
-                      "--format=%i|%T|%N")  # fmt: skip
+        try:
+            output = _ask("squeue", "--me", "--states=all", "--array", "--noheader",
+                          "--format=%i|%T|%N")  # fmt: skip
+        except BadInput as error:
+            self._has_problem(str(error))
+            return
+        if self._problem is not None:
+            self._problem = None
+            self._say("Slurm answers again")
         self._states = {
             job.id: job
             for line in output.splitlines()
             if len(parts := line.strip().split("|")) == 3
             for job in [_Job(*parts)]
         }
+
+    def _has_problem(self, problem: str) -> None:
+        """Say once that Slurm does not answer; jobs go on, and their outcomes are still found."""
+        if self._problem is None:
+            self._say(f"{problem}; the jobs go on, and Slurm is asked again")
+        self._problem = problem
 
     def wait(self, seconds: float) -> list[Ended]:
         """Return the runs whose job has left an outcome, or has ended without one."""
@@ -294,11 +332,13 @@ class SlurmJobs:
 
     def _ended(self, task: Task) -> Outcome | None:
         """Return how a task's job ended; None if it has not ended."""
-        path, number = self._outcome(task), self._jobs[task.path]
-        job = self._states.get(number)
-        state = "UNKNOWN" if job is None else job.state
+        path, number = self._outcome(task), self._jobs.get(task.path)
         if path.exists():
             return read(Outcome, read_json(path), path)
+        if number is None or self._problem is not None:  # not submitted, or its state is not known
+            return None
+        job = self._states.get(number)
+        state = "UNKNOWN" if job is None else job.state
         if state in _LIVE:
             self._gone.pop(number, None)
             return None
@@ -316,7 +356,10 @@ class SlurmJobs:
         self._submit()
         places = {}
         for path in self._tasks:
-            number = self._jobs[path]
+            number = self._jobs.get(path)
+            if number is None:
+                places[path] = "Slurm, pending"
+                continue
             job = self._states.get(number)
             state = "pending" if job is None else (job.node or job.state.lower())
             places[path] = f"job {number}, {state}"
@@ -330,16 +373,24 @@ class SlurmJobs:
         for path in paths:
             number = self._jobs.get(path.resolve())
             if number is None:
+                self._tasks.pop(path.resolve(), None)
+                self._new = [task for task in self._new if task.path != path.resolve()]
                 continue
             job = self._states.get(number)
             waits = job is None or job.state == "PENDING"
-            _ask("scancel", *([] if waits else ["--signal=TERM"]), number)
+            self._cancel(number, *([] if waits else ["--signal=TERM"]))
 
-    def close(self, kill: bool = False) -> None:
-        """Cancel all jobs if `kill`; without it, all jobs have ended."""
-        if kill:
+    def _cancel(self, number: str, *options: str) -> None:
+        try:
+            _ask("scancel", *options, number)
+        except BadInput as error:
+            self._say(f"job {number} could not be stopped ({error}); `scancel {number}` stops it")
+
+    def close(self, reason: Reason = "done") -> None:
+        """Cancel all jobs if the user wants that; after an error, they go on."""
+        if reason == "killed":
             for number in self._jobs.values():
-                _ask("scancel", number)
+                self._cancel(number)
 
 
 def _number(value: Any) -> Any:

@@ -164,14 +164,24 @@ class MatrixFolder:
         write_whole(folder / name, json.dumps(finite(values)) + "\n")
 
     def requests(self) -> Iterator[dict[str, Any]]:
-        """Yield the requests, oldest first, and remove each of them afterwards."""
+        """Remove the requests, oldest first, and yield each of them.
+
+        A request is removed before it is answered, because the answer may be to end at once.
+        """
         for path in sorted((self.path / _REQUESTS).glob("[0-9]*.json")):
+            values: Any = None
             with suppress(OSError, BadInput):
                 values = read_json(path)
-                if isinstance(values, dict):
-                    yield values
             with suppress(OSError):
                 path.unlink(missing_ok=True)
+            if isinstance(values, dict):
+                yield values
+
+    def forget_stops(self) -> None:
+        """Remove requests to stop that were meant for an earlier driver, which has ended."""
+        for values in list(self.requests()):
+            if "stop" not in values:
+                self.request(**values)
 
 
 def _ended(runs: dict[str, RunState]) -> dict[str, RunState]:

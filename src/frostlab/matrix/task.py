@@ -110,7 +110,7 @@ def run_task(
             return outcome("stopped", str(error))
         return outcome("diverged" if status == "diverged" else "failed", str(error))
     except Exception as error:
-        if not raises and (problem := _disk_problem_in(error)) is not None:
+        if not raises and (problem := disk_problem_in(error)) is not None:
             return outcome("blocked", problem)
         known = isinstance(error, FrostlabError)
         if raises and (known or finished_status(task.path) != "failed"):
@@ -125,7 +125,7 @@ def run_task(
     return outcome("finished", f"{metric} {number(record.metrics[metric])}")
 
 
-def _disk_problem_in(error: BaseException) -> str | None:
+def disk_problem_in(error: BaseException) -> str | None:
     """Return the message of an error that a full or read-only disk caused; None for others."""
     for inner in _chain(error):
         if isinstance(inner, OSError) and inner.errno in _DISK:

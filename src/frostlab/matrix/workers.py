@@ -23,7 +23,7 @@ from typing import Any
 
 from frostlab.errors import BadInput
 from frostlab.launcher import AT_ONCE, COMMAND, TURNS, command
-from frostlab.matrix.queue import Ended
+from frostlab.matrix.queue import Ended, Reason
 from frostlab.matrix.task import Outcome, Task, run_task
 from frostlab.storage import open_append
 from frostlab.training.progress import Display, Lines, Nowhere, Screen
@@ -79,7 +79,7 @@ class InProcess:
         """Forget a task that `wait` has not run yet; a run that trains catches signals itself."""
         self._task = None
 
-    def close(self, kill: bool = False) -> None:
+    def close(self, reason: Reason = "done") -> None:
         """Do nothing."""
 
 
@@ -197,14 +197,14 @@ class LocalWorkers:
                 worker.asked_to_stop = True
                 worker.process.terminate()
 
-    def close(self, kill: bool = False) -> None:
+    def close(self, reason: Reason = "done") -> None:
         """End all workers.
 
-        With `kill`, workers that train are sent SIGTERM: their run stops after a step or, if it was
-        asked to stop before, at once.
+        Workers that train are sent SIGTERM: their run stops after a step or, if it was asked to
+        stop before, at once.
         """
         for worker in self._workers:
-            if kill and worker.task is not None:
+            if reason != "done" and worker.task is not None:
                 worker.process.terminate()
             else:
                 with contextlib.suppress(OSError):
