@@ -27,7 +27,7 @@ def test_the_page_says_what_was_found(made: fl.Comparison) -> None:
         assert verdict.sentence in text
     assert "by digest" in text
     assert text.count("| finished |") == 18
-    for question in ("How large is the gap?", "Is it faster?", "Is orthogonality needed?"):
+    for question in ("How large is the gap?", "Is OELM faster?", "Is orthogonality needed?"):
         assert question in text
 
 

@@ -17,8 +17,8 @@ DataDir = Annotated[
     Path | None,
     typer.Option(
         metavar="FOLDER", envvar="FROSTLAB_DATA",
-        help="Folder that holds the data sets, e.g. as sst2/train.jsonl; other formats are "
-        "possible, too.",
+        help="Folder to look in for data sets first, e.g. for sst2/train.jsonl; other formats "
+        "are possible, too.",
     ),
 ]  # fmt: skip
 Device = Annotated[

@@ -27,11 +27,12 @@ def report(
         ),
     ] = "en",
 ) -> None:
-    """Write a report: one page that needs no other file, and its figures and tables as files.
+    """Write a report: a page, and its figures and tables as further files.
 
-    These are written to the folder: report.html, report.md, figures (SVG, PNG and PDF)
-    and tables (CSV and LaTeX). An earlier report is replaced. In a folder of several
-    comparisons, every comparison whose own report is not up to date gets a new one, too.
+    The page, report.html, contains everything and can be sent alone. Next to it, the folder
+    gets report.md, figures (SVG, PNG and PDF) and tables (CSV and LaTeX). An earlier report
+    is replaced. In a folder of several comparisons, every comparison whose own report is not
+    up to date gets a new one, too.
     """
     from frostlab.pages.write import report as write_report
 

@@ -36,7 +36,7 @@ from frostlab.roles import ROLES
 QUESTIONS = (
     "How large is the gap?",
     "Is the parameter saving worth it?",
-    "Is it faster?",
+    "Is OELM faster?",
     "Is orthogonality needed?",
     "Does it carry from BERT to GPT?",
 )
