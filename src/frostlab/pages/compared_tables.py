@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from frostlab.comparison.evidence import CONVERGED, QUANTITIES
+from frostlab.comparison.oelm_json import best_key
 from frostlab.matrix.show import HEAD
 from frostlab.pages.content import Block, Cell, Table, is_filled, words
 from frostlab.text import plain
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 Row = Sequence[str | Cell]
 COMPARISON, TIMING = "comparison.json", "timing.json"
 DOUBTFUL = ("confounded", "unproven", "too few seeds", "did not finish")  # verdicts shown in red
-_BEST = {"accuracy": "best_accuracy", "perplexity": "best_ppl"}  # metric → key in comparison.json
 _FLOW = {  # title of each gradient-flow quantity
     "front_ratio": "front/output gradient",
     "weight_change": "front weight change",
@@ -115,7 +115,7 @@ def performance(compared: "Compared") -> list[Block]:
 
 def _while_training(compared: "Compared") -> Table:
     metric = compared.evidence.rules.metric
-    best = _BEST.get(metric, f"best_{metric}")
+    best = best_key(metric)
     rows: list[Row] = [
         [arm_name(compared, name),
          compared.cell("arms", name, "runs", format="finished runs",
