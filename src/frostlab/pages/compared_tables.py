@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from frostlab.comparison.evidence import CONVERGED, QUANTITIES
 from frostlab.comparison.oelm_json import best_key
+from frostlab.comparison.verdict import DOUBTFUL
 from frostlab.matrix.show import HEAD
 from frostlab.pages.content import Block, Cell, Table, is_filled, words
 from frostlab.text import plain
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 
 Row = Sequence[str | Cell]
 COMPARISON, TIMING = "comparison.json", "timing.json"
-DOUBTFUL = ("confounded", "unproven", "too few seeds", "did not finish")  # verdicts shown in red
 _FLOW = {  # title of each gradient-flow quantity
     "front_ratio": "front/output gradient",
     "weight_change": "front weight change",

@@ -18,7 +18,8 @@ from typing import Any
 from frostlab.comparison.evidence import Effect, Summary, interval_text
 from frostlab.comparison.plan import Rules
 from frostlab.errors import BadInput
-from frostlab.pages.languages.phrases import LANGUAGES, WORDS, reason_in, translated
+from frostlab.pages.languages.phrases import LANGUAGES, reason_in, translated
+from frostlab.pages.languages.words import TRANSLATIONS, translated_word
 from frostlab.recipe.settings import all_metrics, metric_facts
 from frostlab.storage import read_json
 from frostlab.text import NONE, hms, number, plain, printable
@@ -117,7 +118,7 @@ def _clipped(runs: list[dict[str, Any]]) -> str:
 
 
 def _word(word: str, language: str) -> str:
-    return plain(WORDS[language].get(word, word) if language in WORDS else word)  # type: ignore[call-overload]
+    return plain(translated_word(word, language))
 
 
 def _verdict(verdict: dict[str, Any], language: str = "en") -> str:
@@ -210,7 +211,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
         "time confidence": lambda value: f"{100 * (1 - _rules(value).time_level):.4g} %",
         "step ratio": lambda value: _with_interval(value, "ratio", "{:.4f}"),
         **{name: show for language in LANGUAGES for name, show in _in_language(language).items()},
-        **{f"reason in {language}": partial(_reason, language) for language in WORDS},
+        **{f"reason in {language}": partial(_reason, language) for language in TRANSLATIONS},
         "finished of all arms": _finished_runs,
         # in the report of a run
         "setting": plain,
