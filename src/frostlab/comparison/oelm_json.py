@@ -206,7 +206,7 @@ def _saving(evidence: Evidence, arm: str) -> str:
     return (
         f"{arm} trains {saved:.1%} fewer parameters "
         f"({counts.trainable:,} of {base_counts.trainable:,}), "
-        "and needs that much less memory for gradients and Adam's moments; "
+        "and needs that much less memory for gradients and the optimizer's moments; "
         f"{_cost(evidence.verdicts[arm], evidence)}."
     )
 

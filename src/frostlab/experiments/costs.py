@@ -135,7 +135,7 @@ def _memory(recipe: Recipe, parts: Anatomy, tokens: int) -> int:
     """Estimate the peak memory of a step: weights, gradients, moments, activations and logits."""
     value_bytes = 2 if precision_of(recipe) == "bfloat16" else 4
     language = recipe.data.task == "language"
-    return round(estimated_memory(parts, value_bytes, language).of(tokens))
+    return round(estimated_memory(parts, value_bytes, language, recipe.optim.facts).of(tokens))
 
 
 # The page

@@ -427,7 +427,7 @@ def _saving(compared: Compared, arm: str) -> list[str | Cell]:
         compared.of_arm(arm, "vs_baseline", "params_saved", format="text"), " fewer parameters (",
         compared.cell("arms", arm, "parameters", "trainable", format="count"), " of ",
         compared.cell("arms", evidence.baseline, "parameters", "trainable", format="count"),
-        "), and needs that much less memory for gradients and Adam's moments; ",
+        "), and needs that much less memory for gradients and the optimizer's moments; ",
         *_cost(compared, arm), ".",
     ]  # fmt: skip
 

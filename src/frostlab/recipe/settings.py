@@ -80,6 +80,47 @@ def _check_every(every: int | str) -> int | str:
 Every = Annotated[int | str, AfterValidator(_check_every)]
 
 
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """The facts about an optimizer that estimates of memory and time and verdicts on flow need."""
+
+    moments: int  # tensors of a parameter's size that it keeps, with torch's default settings
+    normalises: bool = False  # its updates do not scale with the gradient
+    coupled: bool = False  # adds weight decay to the gradient, and its groups do not say so
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of its moments per trainable parameter, in float32."""
+        return 4 * self.moments
+
+    @property
+    def traffic_bytes(self) -> int:
+        """The bytes that a step moves per trainable parameter, in float32.
+
+        Weight and moments are read and written, the gradient is read.
+        """
+        return 4 * (2 * (1 + self.moments) + 1)
+
+
+_ADAMW = OptimizerFacts(2, normalises=True)
+OPTIMIZERS = {  # class → facts; recipes use AdamW, and `fl.watch` measures any of them
+    "AdamW": _ADAMW,
+    "KernelAdamW": _ADAMW,
+    "Adam": OptimizerFacts(2, normalises=True),
+    "NAdam": OptimizerFacts(2, normalises=True),
+    "RAdam": OptimizerFacts(2, normalises=True),
+    "Adamax": OptimizerFacts(2, normalises=True, coupled=True),
+    "RMSprop": OptimizerFacts(1, normalises=True, coupled=True),
+    "Adagrad": OptimizerFacts(1, normalises=True, coupled=True),
+    "Adafactor": OptimizerFacts(0, normalises=True),
+    "Lion": OptimizerFacts(1, normalises=True),
+    "Muon": OptimizerFacts(1, normalises=True),
+    "SGD": OptimizerFacts(0, coupled=True),
+    "ASGD": OptimizerFacts(1, coupled=True),
+    "Adadelta": OptimizerFacts(2, coupled=True),
+}
+
+
 class StepDecay(Strict):
     """Schedule that multiplies the learning rate by `factor` at a fixed interval."""
 
@@ -100,6 +141,11 @@ class Optim(Strict):
     clip: Annotated[float, Field(gt=0)] | None = 1.0
     warmup: Annotated[float, Field(ge=0)] = 0.1  # number of steps; below 1: share of the stage
     schedule: Literal["linear", "cosine", "constant"] | StepDecay = "linear"
+
+    @property
+    def facts(self) -> OptimizerFacts:
+        """The facts about the optimizer that `training.step.optimizer` builds."""
+        return OPTIMIZERS["AdamW"]
 
     @model_validator(mode="after")
     def _check_warmup(self) -> Self:
