@@ -1,4 +1,4 @@
-"""The facts about metrics and words of verdicts stand in one place each."""
+"""The facts about metrics, words of verdicts and optimizers stand in one place each."""
 
 import ast
 import math
@@ -12,7 +12,7 @@ from frostlab.comparison.verdict import MEANINGS
 from frostlab.pages import figures
 from frostlab.pages.content import FORMATS
 from frostlab.pages.one_run.run_report import metric_format
-from frostlab.recipe.settings import METRICS, MetricFacts, all_metrics, metric_facts
+from frostlab.recipe.settings import METRICS, OPTIMIZERS, MetricFacts, all_metrics, metric_facts
 from frostlab.training.evaluate import COMPUTED
 
 SOURCE = Path(__file__).parents[1] / "src" / "frostlab"
@@ -80,3 +80,7 @@ def test_two_modules_list_the_words_of_verdicts() -> None:
     faster_slower_same = lists.pop("pages/languages/sentences.py")
     assert faster_slower_same == {"better", "worse", "no difference found"}
     assert set(lists) == {"comparison/verdict.py", "pages/languages/words.py"}
+
+
+def test_one_module_lists_optimizers() -> None:
+    assert set(lists_of(OPTIMIZERS, 2)) == {"recipe/settings.py"}
