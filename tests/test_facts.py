@@ -29,14 +29,14 @@ def test_a_metric_has_all_facts_where_metrics_are_listed(name: str) -> None:
     facts = metric_facts(name)
     least, most = facts.bounds
     assert -math.inf < least < most, "charts cut intervals off at its bounds"
-    is_share = facts.bounds == (0.0, 1.0)
-    assert (facts.form == "percent") == (facts.compared_by == "error rate") == is_share
+    of_errors = facts.compared_by == "error rate"
+    assert not of_errors or (facts.bounds == (0.0, 1.0) and not facts.lower_is_better)
     assert (facts.margin is None) == (name == "loss"), "the default margin of comparisons"
     rules = rules_for(name)
     assert (rules.lower_is_better, rules.log) == (
         facts.lower_is_better, facts.compared_by == "ratio"
     )  # fmt: skip
-    assert rules.of_errors == is_share
+    assert rules.of_errors == of_errors
     assert metric_format(name) == facts.form in FORMATS
     stages = [{"metrics": {name: 0.25}}, {"metrics": {name: 0.5}}]
     better = FORMATS[f"change of {name}"](stages)
