@@ -1,5 +1,6 @@
 """Users extend frostlab from outside the package: with data, metrics and treatments."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import torch
 from torch import nn
 
 import frostlab as fl
+from frostlab.comparison.plan import rules_for
 from frostlab.data.prepare import prepare
+from frostlab.pages import figures
 from frostlab.recipe.data import LOADERS
 from frostlab.recipe.load import recipe_from
-from frostlab.recipe.settings import LOWER_IS_BETTER, METRICS
+from frostlab.recipe.settings import METRICS, MetricFacts
 from frostlab.recipe.treatment import TREATMENTS
 from frostlab.records.schema import EvaluationEvent
 from frostlab.training.evaluate import COMPUTED, Totals
@@ -27,16 +30,13 @@ MODEL = {"data": {"name": "weather", "length": 8}, "tokenizer": {"kind": "words"
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache of the test's own; what it registers is gone afterwards."""
     monkeypatch.setenv("FROSTLAB_CACHE", str(tmp_path / "cache"))
-    tables: list[dict[str, Any]] = [LOADERS, TREATMENTS, CHANGES, *COMPUTED.values()]
+    tables: list[dict[str, Any]] = [LOADERS, TREATMENTS, CHANGES, *METRICS.values(),
+                                    *COMPUTED.values()]  # fmt: skip
     before = [dict(table) for table in tables]
-    metrics = {task: list(names) for task, names in METRICS.items()}
-    lower = set(LOWER_IS_BETTER)
     yield tmp_path / "cache"
     for table, entries in zip(tables, before, strict=True):
         table.clear()
         table.update(entries)
-    METRICS.update(metrics)
-    LOWER_IS_BETTER.intersection_update(lower)
 
 
 def weather(data_dir: Path | None) -> dict[str, Any]:
@@ -173,6 +173,21 @@ def test_a_registered_metric_is_computed_and_selects(tmp_path: Path) -> None:
             "clock": None}  # fmt: skip
     evidence = fl.compare(arms, seeds=1, out=tmp_path / "compared").evidence
     assert evidence.plan.rules.lower_is_better
+
+
+def test_a_registered_metric_has_the_facts_that_it_was_given() -> None:
+    bounds = (0.0, math.inf)
+    fl.register_metric("odds", error_rate, lower_is_better=True, ratio=True, bounds=bounds)
+    assert METRICS["classification"]["odds"] == MetricFacts(True, "ratio", bounds=bounds)
+    rules = rules_for("odds")
+    assert rules.lower_is_better
+    assert rules.log
+    rows = [{"low": -0.1, "high": 3.0}]
+    figures.cut_off(rows, "odds")
+    assert rows == [{"low": 0.0, "high": 3.0}]
+    with pytest.raises(fl.BadInput, match=r"register_metric: bounds \(1.0, 0.0\) should be"):
+        fl.register_metric("mine", error_rate, bounds=(1.0, 0.0))
+    assert "mine" not in METRICS["classification"]
 
 
 @pytest.mark.parametrize(

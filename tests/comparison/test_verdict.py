@@ -14,7 +14,17 @@ from scipy import stats
 from frostlab.comparison.evidence import ArmVerdict, stored
 from frostlab.comparison.plan import Rules, rules_for
 from frostlab.comparison.statistics import could_have_found, paired
-from frostlab.comparison.verdict import MEANINGS, Scores, Statement, Verdict, Word, judge
+from frostlab.comparison.verdict import (
+    DOUBTFUL,
+    JUDGED,
+    MEANINGS,
+    NO_VALUE,
+    Scores,
+    Statement,
+    Verdict,
+    Word,
+    judge,
+)
 from frostlab.errors import BadInput
 
 BASE = {s: 0.80 + 0.01 * math.sin(s) for s in range(6)}
@@ -418,6 +428,8 @@ def test_a_false_yes_to_the_margin_is_rare() -> None:
 
 def test_every_word_has_a_meaning_that_the_document_has() -> None:
     assert tuple(MEANINGS) == get_args(Word)
+    assert not set(JUDGED) & set(DOUBTFUL)
+    assert set(NO_VALUE) <= set(DOUBTFUL)
     text = (Path(__file__).parents[2] / "docs" / "compare.md").read_text()
     table = [f"| *{word}* | {meaning} |" for word, meaning in MEANINGS.items()]
     assert "\n".join(table) in text

@@ -12,13 +12,14 @@ import pytest
 import frostlab as fl
 from cases import slow_unless
 from frostlab.comparison.evidence import Evidence, Limit, read_evidence
-from frostlab.comparison.verdict import Word
+from frostlab.comparison.verdict import MEANINGS, Word
 from frostlab.errors import BadInput
 from frostlab.pages import compared as compared_page
 from frostlab.pages.content import Block, Cell, Paragraph, Records
 from frostlab.pages.languages import phrases, sentences
-from frostlab.pages.languages.phrases import LANGUAGES, PHRASES, WORDS, translated
+from frostlab.pages.languages.phrases import LANGUAGES, PHRASES, translated
 from frostlab.pages.languages.sentences import time_pieces, verdict_pieces
+from frostlab.pages.languages.words import TRANSLATIONS, translated_word
 from frostlab.pages.write import PAGE, report
 from walking import complaints
 
@@ -58,10 +59,21 @@ def test_every_word_has_a_sentence_whose_numbers_are_cells(
     assert "baseline" in text
     assert re.search(r"[\u3040-\u30ff\u4e00-\u9fff]", text)
     assert not re.search(r"[。；，、]{2}|。；|，。", text), text
-    assert len({sentences._SENTENCES[language][other] for other in get_args(Word)}) == 9
-    assert set(WORDS[language]) == set(get_args(Word))
     if word not in ("did not finish",):
         assert cell("verdicts", "oelm", "paired", format="effect").text in text
+
+
+@pytest.mark.parametrize("language", FOREIGN)
+def test_every_word_has_its_translations(language: str) -> None:
+    assert set(TRANSLATIONS[language]) == set(get_args(Word))
+    names = ("word", "meaning", "sentence")
+    for name in names:
+        texts = {getattr(words, name) for words in TRANSLATIONS[language].values()}
+        assert len(texts) == len(get_args(Word)), "each has its own"
+    for word, meaning in MEANINGS.items():
+        assert translated(meaning, language) == TRANSLATIONS[language][word].meaning
+        assert translated_word(word, language) == TRANSLATIONS[language][word].word
+        assert translated_word(word, "en") == word
 
 
 @pytest.mark.parametrize("language", FOREIGN)
@@ -131,7 +143,7 @@ def test_the_first_screen_is_in_the_language(
     evidence = json.loads((tmp_path / "evidence.json").read_text())
     assert f'<html lang="{language}">' in text
     for verdict in evidence["verdicts"].values():
-        assert WORDS[language][verdict["word"]] in text
+        assert TRANSLATIONS[language][verdict["word"]].word in text
     assert PHRASES["Verdicts"][language] in text
     timed = (evidence["timing"] or {"arms": {}})["arms"]
     assert complaints(tmp_path / PAGE, timed) == []

@@ -14,6 +14,7 @@ import frostlab as fl
 from frostlab.models.conformer import Conformer, ConformerConfig
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.models.gpt import GPT, GPTConfig
+from frostlab.recipe.settings import OPTIMIZERS
 from frostlab.timing.flops import (
     Ceilings,
     StepSavings,
@@ -229,6 +230,8 @@ def test_traffic_is_28_bytes_per_trainable_parameter() -> None:
     assert (saved.traffic_all, saved.traffic) == (28 * total, 28 * trainable)
     assert (saved.bytes_all, saved.bytes) == (12 * total, 12 * trainable)
     assert saved.speed_up_with_traffic < saved.traffic_all / saved.traffic
+    saved = step_savings(model, LENGTH, TOKENS, OPTIMIZERS["SGD"])  # keeps no moments
+    assert (saved.traffic, saved.bytes) == (12 * trainable, 4 * trainable)
     assert set(saved.to_dict()) >= {"flops", "matmul_flop_share", "speed_up_with_traffic"}
 
 

@@ -9,7 +9,47 @@ import frostlab as fl
 from frostlab.experiments.steps import measured_steps, planned_stages
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.groups import group_names, load_group
+from frostlab.recipe.settings import OPTIMIZERS, Optim
 from frostlab.timing.memory import estimated_memory, least_memory
+from frostlab.training.step.optimizer import build_optimizer
+
+FACTS = Optim().facts
+
+
+def moments(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of the tensors of a parameter's size that an optimizer keeps."""
+    return sum(
+        value.nbytes
+        for p, state in optimizer.state.items()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.shape == p.shape
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if hasattr(torch.optim, name)])
+def test_the_facts_about_an_optimizer_are_those_of_torch(name: str) -> None:
+    weight = torch.nn.Parameter(torch.randn(8, 8))
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)([weight], lr=1e-3)
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    assert moments(optimizer) == OPTIMIZERS[name].state_bytes * weight.numel()
+
+
+def test_the_state_of_a_step_has_the_moments_of_the_optimizer_of_a_recipe() -> None:
+    model = GPT(GPTConfig(50, width=32, layers=3, heads=2, hidden=128, dropout=0.1, classes=2))
+    fl.freeze(model, "query", "key")
+    parts, optim = fl.anatomy(model), Optim()
+    optimizer = build_optimizer(model, optim, fused=False)
+    model(torch.randint(50, (4, 16))).sum().backward()
+    optimizer.step()
+    every = sum(p.nbytes for p in model.parameters())
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    state = every + trained + moments(optimizer)
+    assert estimated_memory(parts, 2, False, optim.facts).state == state
+    assert least_memory(parts, 4, optim.facts).state == state
+    without = OPTIMIZERS["SGD"]  # as torch's default is, without momentum
+    assert estimated_memory(parts, 2, False, without).state == every + trained
+    assert least_memory(parts, 2, without).state == every + trained // 2, "gradients in bf16"
 
 
 def test_the_bound_is_below_every_measured_peak() -> None:
@@ -24,8 +64,9 @@ def test_the_bound_is_below_every_measured_peak() -> None:
                 if step not in measured or step in checked:
                     continue
                 value_bytes = 2 if step.precision == "bfloat16" else 4
-                least = least_memory(planned.parts, value_bytes).of(step.batch * step.length)
-                assert least < measured[step].peak_bytes, step
+                least = least_memory(planned.parts, value_bytes, recipe.optim.facts)
+                least_bytes = least.of(step.batch * step.length)
+                assert least_bytes < measured[step].peak_bytes, step
                 checked.add(step)
     assert len(checked) > 10
 
@@ -48,8 +89,8 @@ def test_the_bound_is_below_what_autograd_keeps(frozen: tuple[str, ...]) -> None
         loss = model(ids).sum()
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     total = sum(size for address, size in kept.items() if address not in own)
-    least = least_memory(fl.anatomy(model), 4).per_token * ids.numel()
+    least = least_memory(fl.anatomy(model), 4, FACTS).per_token * ids.numel()
     assert 0 < least < total
     assert least > total / 4
-    assert least < estimated_memory(fl.anatomy(model), 4, False).per_token * ids.numel()
+    assert least < estimated_memory(fl.anatomy(model), 4, False, FACTS).per_token * ids.numel()
     loss.backward()

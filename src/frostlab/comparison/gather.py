@@ -82,7 +82,7 @@ def gather(
         jobs: largest number of parallel runs.
     """
     runs = Runs.read(plan, trials, folder)
-    metrics = METRICS[plan.recipe_of(plan.baseline, plan.seeds[0]).data.task]
+    metrics = tuple(METRICS[plan.recipe_of(plan.baseline, plan.seeds[0]).data.task])
     rules = plan.rules.model_copy(update={"look": looks.number, "spent": looks.spent})
     verdicts = Judged(runs, rules)
     refused = {(pair.arm, pair.seed) for pair in runs.refused}

@@ -18,8 +18,6 @@ from pydantic import ValidationError
 
 from frostlab.comparison.plan import (
     DEFAULT_SEEDS,
-    ERROR_RATES,
-    MARGINS,
     MOST_RUNS,
     Plan,
     scale_of,
@@ -38,7 +36,7 @@ from frostlab.recipe.load import (
 )
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.scale import SIZES
-from frostlab.recipe.settings import METRICS
+from frostlab.recipe.settings import METRICS, metric_facts
 from frostlab.recipe.treatment import TREATMENTS
 from frostlab.records.folder import RunRecord
 from frostlab.records.index import is_run
@@ -264,12 +262,12 @@ def _rules(values: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
             f"choose from: {', '.join(METRICS[task])}"
         )
     rules = {key: values[key] for key in _RULES if key in values}
-    scale = scale_of(metric)
-    margin = rules.setdefault("margin", MARGINS.get(metric))
-    is_factor = scale["log"] or metric in ERROR_RATES
+    facts = metric_facts(metric)
+    margin = rules.setdefault("margin", facts.margin)
+    is_factor = facts.compared_by != "difference"
     if is_factor and isinstance(margin, int | float) and margin < 1:
         raise BadInput(f"margin {margin:g} should be a factor of 1 or more, such as 1.05")
-    return rules | {"metric": metric} | scale
+    return rules | {"metric": metric} | scale_of(metric)
 
 
 def _tune(value: Any, recipe: Recipe) -> Any:

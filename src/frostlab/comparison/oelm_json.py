@@ -206,7 +206,7 @@ def _saving(evidence: Evidence, arm: str) -> str:
     return (
         f"{arm} trains {saved:.1%} fewer parameters "
         f"({counts.trainable:,} of {base_counts.trainable:,}), "
-        "and needs that much less memory for gradients and Adam's moments; "
+        "and needs that much less memory for gradients and the optimizer's moments; "
         f"{_cost(evidence.verdicts[arm], evidence)}."
     )
 
@@ -347,7 +347,6 @@ def _performance(evidence: Evidence, name: str) -> dict[str, Any]:
     split = None
     if evidence.data is not None:
         split = "tune" if "tune" in evidence.data.splits else "report"
-    own_key = {"accuracy": "best_accuracy", "perplexity": "best_ppl"}.get(metric, f"best_{metric}")
     return {
         "best_accuracy": mean_of(evidence, name, "accuracy"),
         "best_ppl": mean_of(evidence, name, "perplexity"),
@@ -356,10 +355,15 @@ def _performance(evidence: Evidence, name: str) -> dict[str, Any]:
         "split": "report",
         "while_training": {
             "split": split,
-            own_key: mean(best, metric),
+            best_key(metric): mean(best, metric),
             "final_loss": mean(last, "loss"),
         },
     }
+
+
+def best_key(metric: str) -> str:
+    """Return the key of a metric's best value in comparison.json, as the sources name it."""
+    return "best_ppl" if metric == "perplexity" else f"best_{metric}"
 
 
 def _convergence(evidence: Evidence, name: str) -> dict[str, Any] | None:

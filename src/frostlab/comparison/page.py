@@ -34,7 +34,7 @@ from frostlab.comparison.measures.show import (
 )
 from frostlab.comparison.oelm_json import answers, main_arm
 from frostlab.comparison.verdict import MEANINGS
-from frostlab.recipe.settings import LOWER_IS_BETTER
+from frostlab.recipe.settings import metric_facts
 from frostlab.text import NONE, Markdown, columns, escaped, markdown, number, plain, wrapped
 
 _BAR = 30  # width of the longest bar of a tuning curve, in characters
@@ -384,7 +384,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 def _gain(before: float, after: float, metric: str) -> float:
     """Return the relative change of a metric, positive if it improved."""
     change = (after - before) / abs(before)  # a correlation may be negative
-    return -change if metric in LOWER_IS_BETTER else change
+    return -change if metric_facts(metric).lower_is_better else change
 
 
 def _tuning(evidence: Evidence) -> str:

@@ -19,7 +19,7 @@ from frostlab.errors import BadInput, nearest
 from frostlab.recipe.bounded_yaml import MOST_DEPTH, shown, shown_key
 from frostlab.recipe.load import recipe_from
 from frostlab.recipe.recipe import Recipe, shorten_paths
-from frostlab.recipe.settings import LOWER_IS_BETTER, METRICS
+from frostlab.recipe.settings import all_metrics, metric_facts
 from frostlab.recipe.treatment import Strict
 from frostlab.records.folder import differences
 from frostlab.storage import digest_of
@@ -35,9 +35,7 @@ MOST_SEED = 2**32  # every seed is below this number
 MOST_LOOKS = 1000
 AFTER_THE_FACT = "runs chosen after the fact"  # remark in verdicts of a plan of finished runs
 TIME_SHARE = 0.2  # share of alpha for statements about time, if steps are timed
-ERROR_RATES = ("accuracy", "macro_f1", "token_accuracy")  # their margin multiplies 1 − metric
-MARGINS = {"perplexity": 1.05, **dict.fromkeys(ERROR_RATES, 1.10), "pearson": 0.01}  # defaults
-_LOWER_IS_BETTER_ENDINGS = ("_seconds", "_ms", "_bytes")  # endings of metric names
+_COST_ENDINGS = ("_seconds", "_ms", "_bytes")  # of quantities that are compared like perplexity
 _NO_CONFOUNDS = ("about", "treatment", "seed")  # recipe keys whose differences are no confounds
 _SAME_FOR_ALL = ("data", "tokenizer")  # recipe sections that may not differ between arms
 _NOT_IN_SET = ("seed", "treatment", "scale")  # recipe keys that an arm's `set` may not change
@@ -86,7 +84,7 @@ class Rules(Strict):
     @property
     def of_errors(self) -> bool:
         """Whether the margin is a factor of the error rate, 1 − metric."""
-        return self.metric in ERROR_RATES
+        return metric_facts(self.metric).compared_by == "error rate"
 
     def margin_as_cost(self, baseline: float) -> float:
         """Return the margin as a difference or ratio, like the effect, given the baseline mean."""
@@ -143,16 +141,15 @@ def scale_of(metric: str) -> dict[str, bool]:
 
     Perplexity, times and sizes in bytes are compared as ratios, on the log scale.
     """
-    higher = {name for names in METRICS.values() for name in names} - set(LOWER_IS_BETTER)
-    lower = metric in LOWER_IS_BETTER or metric.endswith(_LOWER_IS_BETTER_ENDINGS)
-    if not lower and metric not in higher:
-        names = (*LOWER_IS_BETTER, *sorted(higher))
+    if metric.endswith(_COST_ENDINGS):
+        return {"lower_is_better": True, "log": True}
+    if metric not in (known := all_metrics()):
         raise BadInput(
-            f"metric `{metric}` has no known direction (known: {', '.join(names)}, and names that "
-            f"end in {', '.join(_LOWER_IS_BETTER_ENDINGS)}){nearest(metric, names)}"
+            f"metric `{metric}` has no known direction (known: {', '.join(known)}, and names that "
+            f"end in {', '.join(_COST_ENDINGS)}){nearest(metric, known)}"
         )
-    log = metric == "perplexity" or metric.endswith(_LOWER_IS_BETTER_ENDINGS)
-    return {"lower_is_better": lower, "log": log}
+    facts = known[metric]
+    return {"lower_is_better": facts.lower_is_better, "log": facts.compared_by == "ratio"}
 
 
 def rules_for(

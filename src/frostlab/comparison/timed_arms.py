@@ -238,7 +238,8 @@ def _savings_of(built: BuiltModel, recipe: Recipe, prepared: PreparedData) -> St
     """Return a treatment's savings for examples of mean length; None for unknown architectures."""
     length = float(prepared.splits["train"].lengths.mean())
     try:
-        return step_savings(built.model, round(length), recipe.train.batch * length)
+        tokens = recipe.train.batch * length
+        return step_savings(built.model, round(length), tokens, recipe.optim.facts)
     except UnknownArchitecture:
         return None
 

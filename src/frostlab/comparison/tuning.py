@@ -21,7 +21,7 @@ from frostlab.comparison.plan import Arm, Plan
 from frostlab.comparison.runner import ArmTask, Finished, Runner, alternated
 from frostlab.comparison.statistics import t_critical
 from frostlab.errors import BadInput
-from frostlab.recipe.settings import LOWER_IS_BETTER
+from frostlab.recipe.settings import metric_facts
 from frostlab.records.folder import RunRecord
 from frostlab.records.index import is_run
 
@@ -79,7 +79,7 @@ class _Search:
         self.trials: tuple[Trial, ...] = ()
         self.records: dict[tuple[str, Trial, int], RunRecord] = {}
         self.scores: dict[tuple[str, Trial, int], float | None] = {}
-        self.lower_is_better = plan.rules.metric in LOWER_IS_BETTER
+        self.lower_is_better = metric_facts(plan.rules.metric).lower_is_better
 
     def run(self, grids: Grids) -> None:
         """Train every combination of values with every arm and seed, unless that was done."""

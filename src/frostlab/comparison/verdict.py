@@ -34,21 +34,27 @@ Word = Literal[
     "better", "worse", "no difference found", "identical", "at chance", "did not finish",
     "too few seeds", "confounded", "unproven",
 ]  # fmt: skip
-# The meaning of every word, for the documentation and for pages, in the documentation's order.
-MEANINGS: dict[Word, str] = {
+# The words by class, with their meanings, in the documentation's order.
+JUDGED: dict[Word, str] = {  # read off the interval
     "better": "the whole interval of the effect is in favour of the arm",
     "worse": "the whole interval of the effect is to the arm's disadvantage",
     "no difference found": (
         "the interval contains zero (or the ratio 1); the sentence says, as far as known, which "
         "costs it excludes and which true difference would be found in 8 of 10 such comparisons"
     ),
+}
+_NEITHER: dict[Word, str] = {  # neither read off the interval nor doubtful
     "identical": "the reported weights of both arms are the same for every seed",
     "at chance": "no difference is found, and neither arm is shown to beat chance",
+}
+DOUBTFUL: dict[Word, str] = {  # shown in red
     "did not finish": f"fewer than {LEAST_SEEDS} pairs finished, though enough were planned",
     "too few seeds": f"fewer than {LEAST_SEEDS} pairs; a seed that neither arm finished is no pair",
     "confounded": "a setting differs that is not part of the comparison",
     "unproven": "the sentence says why the values prove nothing",
 }
+MEANINGS = JUDGED | _NEITHER | DOUBTFUL
+NO_VALUE: tuple[Word, ...] = ("did not finish", "unproven")  # the effect is not known
 UNKNOWN = ("failed", "did not finish")  # reasons for a missing run that may not be the arm's fault
 Answer = Literal["yes", "no", "not shown"]
 _USUAL_GRID = 3  # if tuning tried more combinations, the level is multiplied by 3 / their number
@@ -520,10 +526,12 @@ class _Case:
             for name, reasons in self.why.items()
             for seed, reason in reasons.items()
         ]
-        notes += [f"seeds that only {name} has are left out: {_listed(seeds)}"
+        notes += [f"seeds that only {name} has are left out: {', '.join(map(str, seeds))}"
                   for name, seeds in self.left_out.items() if seeds]  # fmt: skip
         if self.lost:
-            notes.append(f"seeds that neither arm finished are left out: {_listed(self.lost)}")
+            notes.append(
+                f"seeds that neither arm finished are left out: {', '.join(map(str, self.lost))}"
+            )
         history = self.rules.history()
         notes += [history] if history else []
         if self.statement.unproven and self.statement.confounds:
@@ -542,7 +550,7 @@ class _Case:
             ends = f"{population.low:+.4g} to {population.high:+.4g}"
             notes.append(
                 "for other test examples of the same kind: "
-                f"{population.effect:+.4g} ({_percent(1 - population.alpha)}: {ends})"
+                f"{population.effect:+.4g} ({100 * (1 - population.alpha):.4g} %: {ends})"
                 + ("; a difference is not shown for them"
                    if word in ("better", "worse") and population.low <= 0 <= population.high
                    else "")
@@ -579,18 +587,10 @@ def _effect_text(pair: Paired | None, family: int = 1, level: float | None = Non
     number, effect = ("{:.4g}", "{:.4g} ×") if pair.log else ("{:+.4g}", "{:+.4g}")
     if pair.n < 2:
         return effect.format(pair.effect)
-    confidence = _percent(1 - (pair.alpha if level is None else level))
+    confidence = f"{100 * (1 - (pair.alpha if level is None else level)):.4g} %"
     together = f" over {family} statements" if family > 1 else ""
     ends = f"{number.format(pair.low)} to {number.format(pair.high)}"
     return f"{effect.format(pair.effect)} ({confidence}{together}: {ends})"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.4g} %"
-
-
-def _listed(seeds: Sequence[int]) -> str:
-    return ", ".join(map(str, seeds))
 
 
 def _size_text(effect: float, log: bool) -> str:

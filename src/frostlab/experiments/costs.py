@@ -25,6 +25,7 @@ from frostlab.models.stack import is_causal
 from frostlab.recipe.groups import Experiment, Group
 from frostlab.recipe.load import read_values
 from frostlab.recipe.recipe import Recipe
+from frostlab.recipe.settings import metric_facts
 from frostlab.roles.snapshot import Anatomy
 from frostlab.text import NONE, escaped, markdown
 from frostlab.timing.flops import savings
@@ -134,7 +135,7 @@ def _memory(recipe: Recipe, parts: Anatomy, tokens: int) -> int:
     """Estimate the peak memory of a step: weights, gradients, moments, activations and logits."""
     value_bytes = 2 if precision_of(recipe) == "bfloat16" else 4
     language = recipe.data.task == "language"
-    return round(estimated_memory(parts, value_bytes, language).of(tokens))
+    return round(estimated_memory(parts, value_bytes, language, recipe.optim.facts).of(tokens))
 
 
 # The page
@@ -234,7 +235,7 @@ def _time(seconds: float) -> str:
 
 
 def _reported(name: str, value: float) -> str:
-    if name.endswith("accuracy"):
+    if metric_facts(name).form == "percent":
         return f"{name.replace('_', ' ')} {100 * value:.2f} %"
     if name.endswith("_seconds"):
         return f"{value:g} s {'a step' if name == 'step_seconds' else 'in all'}"

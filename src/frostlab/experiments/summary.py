@@ -16,7 +16,7 @@ from frostlab.comparison.evidence import ArmEvidence, Effect, Evidence, read_evi
 from frostlab.comparison.oelm_json import QUESTIONS, answers
 from frostlab.comparison.plan import LEAST_SEEDS, confounds
 from frostlab.comparison.statistics import paired
-from frostlab.comparison.verdict import Word
+from frostlab.comparison.verdict import JUDGED, NO_VALUE, Word
 from frostlab.errors import BadInput
 from frostlab.experiments.further import FurtherResult
 from frostlab.experiments.plans import (
@@ -32,7 +32,6 @@ from frostlab.typed import read
 SCHEMA = 1  # version of summary.json
 SUMMARY = "summary.json"
 Status = Literal["finished", "not finished", "not run"]
-_NO_VALUE = ("did not finish", "unproven")  # verdicts that leave an effect unknown
 TRANSFER = len(QUESTIONS) - 1  # index of the question that needs comparisons of BERT and of GPT
 MODELS = ("BERT", "GPT")
 # settings that --quick changes
@@ -370,9 +369,9 @@ def _transfer(
     missing = [model for model in MODELS if model not in words]
     if missing:
         return f"Not known: {' '.join(parts)}"
-    judged = {"better", "worse", "no difference found"}
-    if not set().union(*words.values()) <= judged:
-        needed = 'Every verdict has to be better, worse or "no difference found".'
+    if not set().union(*words.values()) <= set(JUDGED):
+        *first, last = (f'"{word}"' if " " in word else word for word in JUDGED)
+        needed = f"Every verdict has to be {', '.join(first)} or {last}."
         return f"Not shown: {' '.join(parts)} {needed}"
     if words["BERT"] == words["GPT"] and len(words["BERT"]) == 1:
         return f"Yes, as far as these verdicts agree: {' '.join(parts)}"
@@ -425,7 +424,7 @@ def _interaction(
         metrics = f"{own.rules.metric} and {other.rules.metric}"
         return f"the effects cannot be compared, because the metrics are {metrics}; {parts}."
     for name in names:
-        if (word := finished[name].verdicts[interaction.arm].word) in _NO_VALUE:
+        if (word := finished[name].verdicts[interaction.arm].word) in NO_VALUE:
             return f'not shown: the verdict on {name} is "{word}".'
     effects = [_effects_by_seed(evidence, interaction.arm) for evidence in (own, other)]
     seeds = sorted(effects[0].keys() & effects[1].keys())

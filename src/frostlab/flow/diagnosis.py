@@ -25,7 +25,7 @@ from frostlab.flow.judge import (
     Rules,
 )
 from frostlab.flow.measurements import Flow, Report, flows_of
-from frostlab.recipe.settings import LOWER_IS_BETTER, METRIC_TARGETS
+from frostlab.recipe.settings import metric_facts
 from frostlab.records.folder import RunRecord
 from frostlab.records.index import read_run
 from frostlab.storage import finite
@@ -155,10 +155,11 @@ def _wanted(folder: Path, metric: str | None) -> dict[str, float]:
         pass  # damaged, or written by another version: use the metric's default target
     else:
         metric, target = recipe.metric, recipe.evaluate.target
-    if metric is None or (target is None and metric not in METRIC_TARGETS):
+    default = None if metric is None else metric_facts(metric).target
+    wanted = default if target is None else target
+    if metric is None or wanted is None:
         return {}
-    flow_targets = FLOW_TARGETS if metric in METRIC_TARGETS else {}
-    return flow_targets | {metric: METRIC_TARGETS[metric] if target is None else target}
+    return (FLOW_TARGETS if default is not None else {}) | {metric: wanted}
 
 
 @dataclass(frozen=True)
@@ -174,14 +175,14 @@ class Target:
         """Whether the measured value is strictly better than the target."""
         if self.value is None:
             return False
-        if self.name in LOWER_IS_BETTER:
+        if metric_facts(self.name).lower_is_better:
             return self.value < self.wanted
         return self.value > self.wanted
 
     @property
     def condition(self) -> str:
         """The condition as text: "wanted > 0.1"."""
-        return f"wanted {'<' if self.name in LOWER_IS_BETTER else '>'} {self.wanted:g}"
+        return f"wanted {'<' if metric_facts(self.name).lower_is_better else '>'} {self.wanted:g}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""

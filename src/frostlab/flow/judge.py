@@ -14,6 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from frostlab.flow.measurements import PartFacts, Report
+from frostlab.recipe.settings import OPTIMIZERS
 
 if TYPE_CHECKING:
     from frostlab.flow.measurements import Flow
@@ -59,18 +60,8 @@ class Rules:
     saturated: float = 0.5  # a larger fraction of saturated activations is named as a cause
     steady_reports: int = 4  # fewest reports needed to call a factor steady
     peers: int = 2  # with fewer peers, a part is compared with all other parts
-    normalising: tuple[str, ...] = (  # optimizers whose updates do not scale with the gradient
-        "Adam",
-        "AdamW",
-        "KernelAdamW",
-        "NAdam",
-        "RAdam",
-        "Adamax",
-        "RMSprop",
-        "Adagrad",
-        "Adafactor",
-        "Lion",
-        "Muon",
+    normalising: tuple[str, ...] = tuple(  # optimizers whose updates do not scale with the gradient
+        name for name, facts in OPTIMIZERS.items() if facts.normalises
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frostlab.errors import BadInput, first_line, nearest, require
+from frostlab.recipe.settings import OPTIMIZERS
 from frostlab.records.folder import RunRecord, effective, read_events
 from frostlab.records.schema import (
     EvaluationEvent,
@@ -39,8 +40,6 @@ QUANTITIES = {
     "gradient_cosine": "cosine between this gradient and the gradient of the previous report",
 }
 _NORMS = ("gradient", "before_clip", "weight", "update")
-# torch optimizers that add weight decay to the gradient and have no `decoupled_weight_decay`
-_COUPLED = ("SGD", "ASGD", "RMSprop", "Adagrad", "Adadelta", "Adamax")
 
 
 @dataclass(frozen=True)
@@ -88,11 +87,12 @@ class GroupFacts:
     def of(cls, group: dict[str, Any], optimizer: str) -> "GroupFacts":
         """Read the settings from an element of `optimizer.param_groups`."""
         momentum, eps = group.get("momentum", 0.0), group.get("eps", 0.0)
+        facts = OPTIMIZERS.get(optimizer)
         return cls(
             float(group.get("weight_decay", 0.0)),
             float(momentum) if isinstance(momentum, float | int) else 0.0,
             float(eps) if isinstance(eps, float | int) else 0.0,
-            not group.get("decoupled_weight_decay", optimizer not in _COUPLED),
+            not group.get("decoupled_weight_decay", facts is None or not facts.coupled),
         )
 
 

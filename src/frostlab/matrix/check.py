@@ -140,7 +140,9 @@ def _check(name: str, recipe: Recipe, runs: int, data_dir: Path | None, device: 
         parts = anatomy(current.model)
         tokens = max(batch.padded_tokens for batch in feed(largest[0]))
         language = recipe.data.task == "language"
-        memory = estimated_memory(parts, compute.precision.itemsize, language).of(tokens)
+        memory = estimated_memory(
+            parts, compute.precision.itemsize, language, recipe.optim.facts
+        ).of(tokens)
         steps = sum(stage.steps for stage in assembly.stages)
         optimizer = optimizer_tensors(current.model, step.optimizer).values()
         weights = sum(p.nbytes for p in current.model.parameters())
@@ -249,7 +251,7 @@ def estimate_memory(recipe: Recipe) -> int | None:
     value_bytes = 4 if recipe.train.precision == "float32" else 2
     language = recipe.data.task == "language"
     tokens = recipe.train.batch / recipe.train.accumulate * recipe.data.length
-    return round(estimated_memory(parts, value_bytes, language).of(tokens))
+    return round(estimated_memory(parts, value_bytes, language, recipe.optim.facts).of(tokens))
 
 
 @dataclass(frozen=True)

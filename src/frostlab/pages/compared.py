@@ -14,13 +14,13 @@ from pathlib import Path
 from frostlab.comparison.evidence import ArmVerdict, Evidence, RunSummary, read_evidence
 from frostlab.comparison.measures.performance import paired_runs
 from frostlab.comparison.oelm_json import QUESTIONS, arm_key
-from frostlab.comparison.verdict import MEANINGS
+from frostlab.comparison.verdict import DOUBTFUL, MEANINGS
 from frostlab.errors import BadInput
 from frostlab.pages import compared_facts as facts
 from frostlab.pages import compared_figures as drawn
 from frostlab.pages import compared_tables as tables
 from frostlab.pages import record
-from frostlab.pages.compared_tables import COMPARISON, DOUBTFUL
+from frostlab.pages.compared_tables import COMPARISON
 from frostlab.pages.content import (
     Block,
     Cell,
@@ -34,8 +34,9 @@ from frostlab.pages.content import (
 )
 from frostlab.pages.curves import Curve
 from frostlab.pages.generated import generated_texts
-from frostlab.pages.languages.phrases import WORDS, translated
+from frostlab.pages.languages.phrases import translated
 from frostlab.pages.languages.sentences import time_pieces, verdict_pieces
+from frostlab.pages.languages.words import TRANSLATIONS, translated_word
 from frostlab.pages.one_run import eeg_run
 from frostlab.text import plain
 
@@ -85,7 +86,7 @@ class Compared:
 
     def sentence(self, verdict: ArmVerdict, *keys: str | int) -> list[str | Cell]:
         """Return the sentence of a verdict; `keys` lead to it in evidence.json."""
-        if self.language in WORDS:
+        if self.language in TRANSLATIONS:
             return verdict_pieces(verdict, self.evidence.rules, self.language, self.cell, *keys)
         return [self.cell(*keys, "sentence", format="text")]
 
@@ -105,7 +106,7 @@ class Compared:
         """
         timing, confounded = self.evidence.timing, bool(self.evidence.confounds.get(name))
         assert timing is not None
-        arm, foreign = timing.arms[name], self.language in WORDS
+        arm, foreign = timing.arms[name], self.language in TRANSLATIONS
         pieces: list[str | Cell] = (
             time_pieces(name, arm, self.evidence.baseline, self.language, self.cell)
             if foreign
@@ -191,7 +192,7 @@ def _findings(compared: Compared) -> list[Paragraph]:
     blocks = []
     for name in compared.others:
         verdict = evidence.verdicts[name]
-        if compared.language in WORDS:
+        if compared.language in TRANSLATIONS:
             blocks.append(_foreign(compared, name))
             continue
         if verdict.word in DOUBTFUL:
@@ -218,7 +219,7 @@ def _foreign(compared: Compared, name: str) -> Paragraph:
     """Return the verdict on an arm in the language of the report, if that is not English."""
     verdict = compared.evidence.verdicts[name]
     pieces = compared.sentence(verdict, "verdicts", name)
-    lead = f"{plain(name)}：{WORDS[compared.language][verdict.word]}。"
+    lead = f"{plain(name)}：{translated_word(verdict.word, compared.language)}。"
     return item(*pieces, alarm=verdict.word in DOUBTFUL, lead=lead)
 
 
@@ -315,8 +316,7 @@ def _verdicts(compared: Compared) -> list[Block]:
                            alarm=evidence.rules.risk > evidence.rules.alpha + 1e-12))  # fmt: skip
     blocks += [_earlier_look(compared, number) for number, _ in enumerate(evidence.earlier_looks)]
     used = {verdict.word for verdict in evidence.verdicts.values()}
-    shown = WORDS.get(compared.language, {})
-    blocks += [words(f"“{shown.get(word, word)}” means: {text}.")
+    blocks += [words(f"“{translated_word(word, compared.language)}” means: {text}.")
                for word, text in MEANINGS.items() if word in used]  # fmt: skip
     return [*blocks, *tables.further_numbers(compared)]
 
@@ -427,7 +427,7 @@ def _saving(compared: Compared, arm: str) -> list[str | Cell]:
         compared.of_arm(arm, "vs_baseline", "params_saved", format="text"), " fewer parameters (",
         compared.cell("arms", arm, "parameters", "trainable", format="count"), " of ",
         compared.cell("arms", evidence.baseline, "parameters", "trainable", format="count"),
-        "), and needs that much less memory for gradients and Adam's moments; ",
+        "), and needs that much less memory for gradients and the optimizer's moments; ",
         *_cost(compared, arm), ".",
     ]  # fmt: skip
 

@@ -15,6 +15,7 @@ from frostlab.flow.measurements import Flow, flows_of
 from frostlab.pages import figures
 from frostlab.pages.content import FORMATS, Figure
 from frostlab.pages.curves import Curve, mean_points, most_points, read_curve, span_of
+from frostlab.recipe.settings import metric_facts
 from frostlab.text import NONE, counted, number, plain
 
 if TYPE_CHECKING:
@@ -23,10 +24,9 @@ if TYPE_CHECKING:
 _EVIDENCE = "evidence.json"
 _ALPHA = 0.05  # error level of the intervals of means, which belong to no verdict
 _SPREAD = 1.5  # a tuned perplexity with a larger max / min is drawn on a logarithmic scale
-_DECADE = 10.0  # a training curve of loss or perplexity with a larger max / min, too
+_DECADE = 10.0  # a training curve of a loss, or a metric like it, with a larger max / min, too
 _SYMBOLS = 16  # about how many symbols a line has
 _HEAT_ROWS, _HEAT_COLUMNS, _HEAT_ARMS = 24, 24, 8  # of heat maps
-_LOGARITHMIC = ("loss", "perplexity")
 _QUANTITIES = {  # key of gradient flow in evidence.json → title
     "front_ratio": "gradient of the front / of the output",
     "weight_change": "weight change of the front",
@@ -273,9 +273,9 @@ def _selecting(compared: "Compared") -> tuple[str | None, str]:
 
 
 def _is_logarithmic(metric: str, values: Mapping[str, Sequence[Mapping[int, float]]]) -> bool:
-    """Return whether a loss or a perplexity spans more than a decade."""
+    """Return whether the values of a metric such as a loss span more than a decade."""
     numbers = [value for runs in values.values() for run in runs for value in run.values()]
-    if metric not in _LOGARITHMIC or not numbers or min(numbers) <= 0:
+    if not metric_facts(metric).spans_decades or not numbers or min(numbers) <= 0:
         return False
     return max(numbers) / min(numbers) > _DECADE
 

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from frostlab.comparison.evidence import CONVERGED, QUANTITIES
+from frostlab.comparison.oelm_json import best_key
+from frostlab.comparison.verdict import DOUBTFUL
 from frostlab.matrix.show import HEAD
 from frostlab.pages.content import Block, Cell, Table, is_filled, words
 from frostlab.text import plain
@@ -13,8 +15,6 @@ if TYPE_CHECKING:
 
 Row = Sequence[str | Cell]
 COMPARISON, TIMING = "comparison.json", "timing.json"
-DOUBTFUL = ("confounded", "unproven", "too few seeds", "did not finish")  # verdicts shown in red
-_BEST = {"accuracy": "best_accuracy", "perplexity": "best_ppl"}  # metric → key in comparison.json
 _FLOW = {  # title of each gradient-flow quantity
     "front_ratio": "front/output gradient",
     "weight_change": "front weight change",
@@ -115,7 +115,7 @@ def performance(compared: "Compared") -> list[Block]:
 
 def _while_training(compared: "Compared") -> Table:
     metric = compared.evidence.rules.metric
-    best = _BEST.get(metric, f"best_{metric}")
+    best = best_key(metric)
     rows: list[Row] = [
         [arm_name(compared, name),
          compared.cell("arms", name, "runs", format="finished runs",
@@ -450,9 +450,9 @@ def subjects(compared: "Compared") -> list[Block]:
     if segments:
         head = ["arm", *_SEGMENTS.values(), "score against the baseline [95 %]"]
         blocks.append(table("segments", "r on segments", head, segments,
-                            "r on segments of 60 s: mean ± standard deviation over seeds. The "
-                            "challenge score is two thirds of r on subjects trained on and one "
-                            "third of r on the others."))  # fmt: skip
+                            "r on segments of one minute: mean ± standard deviation over seeds. "
+                            "The challenge score is two thirds of r on subjects trained on and "
+                            "one third of r on the others."))  # fmt: skip
     return blocks
 
 

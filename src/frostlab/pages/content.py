@@ -18,7 +18,9 @@ from typing import Any
 from frostlab.comparison.evidence import Effect, Summary, interval_text
 from frostlab.comparison.plan import Rules
 from frostlab.errors import BadInput
-from frostlab.pages.languages.phrases import LANGUAGES, WORDS, reason_in, translated
+from frostlab.pages.languages.phrases import LANGUAGES, reason_in, translated
+from frostlab.pages.languages.words import TRANSLATIONS, translated_word
+from frostlab.recipe.settings import all_metrics, metric_facts
 from frostlab.storage import read_json
 from frostlab.text import NONE, hms, number, plain, printable
 
@@ -37,22 +39,21 @@ def _or_none(show: Callable[[Any], str]) -> Callable[[Any], str]:
     return lambda value: NONE if value is None else show(value)
 
 
-# metric → 1 if more is better, else -1; and the format of a change from the first stage to the last
-_CHANGES: dict[str, tuple[int, Callable[[float], str]]] = {
-    "accuracy": (1, lambda change: f"{100 * change:+.2f} points"),
-    "token_accuracy": (1, lambda change: f"{100 * change:+.2f} points"),
-    "perplexity": (-1, lambda change: f"{change:+.4g}"),
-    "loss": (-1, lambda change: f"{change:+.4g}"),
-    "pearson": (1, lambda change: f"{change:+.3f}"),
+_CHANGES: dict[str, Callable[[float], str]] = {  # form of a metric → format of a change of it
+    "percent": lambda change: f"{100 * change:+.2f} points",
+    "number": lambda change: f"{change:+.4g}",
+    "r": lambda change: f"{change:+.3f}",
 }
 _TIMES = ("train_seconds", "validation_seconds", "checkpoint_seconds")
 
 
 def _change(metric: str, stages: list[dict[str, Any]]) -> str:
     """Show how much better the last stage's best evaluation is than the first stage's."""
-    sign, show = _CHANGES[metric]
     first, last = (stages[place]["metrics"].get(metric) for place in (0, -1))
-    return NONE if first is None or last is None else show(sign * (last - first))
+    if first is None or last is None:
+        return NONE
+    facts = metric_facts(metric)
+    return _CHANGES[facts.form](first - last if facts.lower_is_better else last - first)
 
 
 def _share(part: str, clocks: dict[str, Any]) -> str:
@@ -117,7 +118,7 @@ def _clipped(runs: list[dict[str, Any]]) -> str:
 
 
 def _word(word: str, language: str) -> str:
-    return plain(WORDS[language].get(word, word) if language in WORDS else word)  # type: ignore[call-overload]
+    return plain(translated_word(word, language))
 
 
 def _verdict(verdict: dict[str, Any], language: str = "en") -> str:
@@ -210,7 +211,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
         "time confidence": lambda value: f"{100 * (1 - _rules(value).time_level):.4g} %",
         "step ratio": lambda value: _with_interval(value, "ratio", "{:.4f}"),
         **{name: show for language in LANGUAGES for name, show in _in_language(language).items()},
-        **{f"reason in {language}": partial(_reason, language) for language in WORDS},
+        **{f"reason in {language}": partial(_reason, language) for language in TRANSLATIONS},
         "finished of all arms": _finished_runs,
         # in the report of a run
         "setting": plain,
@@ -234,7 +235,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by name; each turns a value of a
             f"{number(value['data_seconds'] - value['data_overlapped_seconds'])} s"
         ),
         **{f"share of {part}": partial(_share, part) for part in _TIMES},
-        **{f"change of {metric}": partial(_change, metric) for metric in _CHANGES},
+        **{f"change of {metric}": partial(_change, metric) for metric in all_metrics()},
     }).items()
 }  # fmt: skip
 

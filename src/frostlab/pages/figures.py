@@ -11,6 +11,7 @@ from functools import wraps
 from typing import Any, ParamSpec, cast
 
 from frostlab.charts import GREY, LABEL, PALETTE, PARTS, RED, SHAPES, require_drawing
+from frostlab.recipe.settings import metric_facts
 
 Rows = Sequence[dict[str, Any]]
 _Values = ParamSpec("_Values")
@@ -23,12 +24,7 @@ _IS_SHOWN = "indexof(hidden_arms, datum.arm) < 0"
 _NAMES = {"labelExpr": _SHORT, "labelLimit": 260}
 
 
-_SHARE, _POSITIVE = (0.0, 1.0), (0.0, math.inf)
-_BOUNDS = {  # the least and the largest value of metrics and other quantities on axes
-    "accuracy": _SHARE, "token_accuracy": _SHARE, "macro_f1": _SHARE, "pearson": (-1.0, 1.0),
-    "loss": _POSITIVE, "training loss": _POSITIVE, "perplexity": (1.0, math.inf),
-    "seconds": _POSITIVE, "ms a step": _POSITIVE,
-}  # fmt: skip
+_POSITIVE = ("training loss", "seconds", "ms a step")  # quantities on axes besides metrics
 
 
 def cut_off(rows: Rows, quantity: str) -> str:
@@ -37,7 +33,7 @@ def cut_off(rows: Rows, quantity: str) -> str:
     An end beyond the bounds comes from the symmetry of the interval, and no run can have such a
     value. Only the drawing is cut: the texts of the rows keep the whole intervals.
     """
-    least, most = _BOUNDS.get(quantity, (-math.inf, math.inf))
+    least, most = (0.0, math.inf) if quantity in _POSITIVE else metric_facts(quantity).bounds
     is_cut = False
     for row in rows:
         if row["low"] is not None and row["high"] is not None:

@@ -192,7 +192,7 @@ class Recipe(Strict):
     @property
     def metric(self) -> Metric:
         """The metric that chooses the best checkpoint."""
-        return self.evaluate.metric or METRICS[self.data.task][0]
+        return self.evaluate.metric or next(iter(METRICS[self.data.task]))
 
     @property
     def surgery(self) -> Treatment:

@@ -1,6 +1,8 @@
 """The sections optim, train, supervise, watch and evaluate of a recipe."""
 
+import math
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -10,18 +12,57 @@ from frostlab.recipe.treatment import MOST_LISTED, Layers, Positive, Strict, one
 Item = TypeVar("Item")
 Listed = Annotated[tuple[Item, ...], Field(min_length=1, max_length=MOST_LISTED)]
 StepKind = Literal["auto", "eager", "compiled", "captured"]
+
+
+@dataclass(frozen=True)
+class MetricFacts:
+    """The facts about a metric that runs, comparisons and pages need."""
+
+    lower_is_better: bool = False
+    # how an arm is compared with the baseline: by the difference; by the ratio, on the log scale;
+    # or by the difference, with a margin that is a factor of the error rate, 1 − metric
+    compared_by: Literal["difference", "ratio", "error rate"] = "difference"
+    margin: float | None = None  # default margin of a comparison
+    bounds: tuple[float, float] = (-math.inf, math.inf)  # the least and the largest possible value
+    form: Literal["number", "percent", "r"] = "number"  # how pages show it
+    target: float | None = None  # of `frostlab diagnose` if evaluate.target is null
+
+    @property
+    def spans_decades(self) -> bool:
+        """Whether its values are positive without an upper bound, like those of a loss."""
+        return self.bounds[0] >= 0 and self.bounds[1] == math.inf
+
+
+_LOSS = MetricFacts(lower_is_better=True, bounds=(0.0, math.inf))
+_SHARE = MetricFacts(compared_by="error rate", margin=1.10, bounds=(0.0, 1.0), form="percent")
 METRICS = {  # metrics of each task, the default first; training/evaluate.py computes them
-    "classification": ["accuracy", "macro_f1", "loss"],
-    "language": ["perplexity", "token_accuracy", "loss"],
-    "envelope": ["pearson", "loss"],
+    "classification": {"accuracy": _SHARE, "macro_f1": _SHARE, "loss": _LOSS},
+    "language": {
+        "perplexity": MetricFacts(
+            lower_is_better=True, compared_by="ratio", margin=1.05, bounds=(1.0, math.inf)
+        ),
+        "token_accuracy": _SHARE,
+        "loss": _LOSS,
+    },
+    "envelope": {
+        "pearson": MetricFacts(margin=0.01, bounds=(-1.0, 1.0), form="r", target=0.3),
+        "loss": _LOSS,
+    },
 }
-LOWER_IS_BETTER = {"loss", "perplexity"}
-METRIC_TARGETS = {"pearson": 0.3}  # targets of `frostlab diagnose` if evaluate.target is null
+
+
+def all_metrics() -> dict[str, MetricFacts]:
+    """Return the facts about every metric, in the order of the tasks."""
+    return {name: facts for metrics in METRICS.values() for name, facts in metrics.items()}
+
+
+def metric_facts(name: str) -> MetricFacts:
+    """Return the facts about a metric; the defaults if it is unknown."""
+    return all_metrics().get(name, MetricFacts())
 
 
 def _known_metric(name: Any) -> Any:
-    names = dict.fromkeys(name for names in METRICS.values() for name in names)
-    return one_of(name, names)
+    return one_of(name, all_metrics())
 
 
 Metric = Annotated[str, BeforeValidator(_known_metric)]
@@ -37,6 +78,47 @@ def _check_every(every: int | str) -> int | str:
 
 
 Every = Annotated[int | str, AfterValidator(_check_every)]
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """The facts about an optimizer that estimates of memory and time and verdicts on flow need."""
+
+    moments: int  # tensors of a parameter's size that it keeps, with torch's default settings
+    normalises: bool = False  # its updates do not scale with the gradient
+    coupled: bool = False  # adds weight decay to the gradient, and its groups do not say so
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of its moments per trainable parameter, in float32."""
+        return 4 * self.moments
+
+    @property
+    def traffic_bytes(self) -> int:
+        """The bytes that a step moves per trainable parameter, in float32.
+
+        Weight and moments are read and written, the gradient is read.
+        """
+        return 4 * (2 * (1 + self.moments) + 1)
+
+
+_ADAMW = OptimizerFacts(2, normalises=True)
+OPTIMIZERS = {  # class → facts; recipes use AdamW, and `fl.watch` measures any of them
+    "AdamW": _ADAMW,
+    "KernelAdamW": _ADAMW,
+    "Adam": OptimizerFacts(2, normalises=True),
+    "NAdam": OptimizerFacts(2, normalises=True),
+    "RAdam": OptimizerFacts(2, normalises=True),
+    "Adamax": OptimizerFacts(2, normalises=True, coupled=True),
+    "RMSprop": OptimizerFacts(1, normalises=True, coupled=True),
+    "Adagrad": OptimizerFacts(1, normalises=True, coupled=True),
+    "Adafactor": OptimizerFacts(0, normalises=True),
+    "Lion": OptimizerFacts(1, normalises=True),
+    "Muon": OptimizerFacts(1, normalises=True),
+    "SGD": OptimizerFacts(0, coupled=True),
+    "ASGD": OptimizerFacts(1, coupled=True),
+    "Adadelta": OptimizerFacts(2, coupled=True),
+}
 
 
 class StepDecay(Strict):
@@ -59,6 +141,11 @@ class Optim(Strict):
     clip: Annotated[float, Field(gt=0)] | None = 1.0
     warmup: Annotated[float, Field(ge=0)] = 0.1  # number of steps; below 1: share of the stage
     schedule: Literal["linear", "cosine", "constant"] | StepDecay = "linear"
+
+    @property
+    def facts(self) -> OptimizerFacts:
+        """The facts about the optimizer that `training.step.optimizer` builds."""
+        return OPTIMIZERS["AdamW"]
 
     @model_validator(mode="after")
     def _check_warmup(self) -> Self:

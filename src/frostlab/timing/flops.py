@@ -22,19 +22,20 @@ from torch import nn
 
 from frostlab.devices import default_precision, device_name, runs_ahead, synchronize
 from frostlab.models.stack import is_causal
+from frostlab.recipe.settings import OPTIMIZERS, OptimizerFacts
 from frostlab.roles.parts import ATTENTION_INPUTS, Part
 from frostlab.roles.read import anatomy
 from frostlab.roles.snapshot import Anatomy, Layer
 from frostlab.timing.interleave import Ratio
 
-ADAM_BYTES = 28  # moved per trainable parameter: weight and moments read and written, gradient read
-_STATE_BYTES = 12  # kept per trainable parameter: gradient and two moments in float32
+_ADAMW = OPTIMIZERS["AdamW"]  # of benchmarks, and of models without a recipe
+_GRADIENT_BYTES = 4  # of a float32 gradient, per trainable parameter
 _MOST_FLOPS_PER_BYTE = 300.0  # about the bf16 FLOP/s of an H100 over its memory bandwidth
 _LAUNCH_BOUND_TOKENS = 2048  # with fewer tokens per step, kernel launches may dominate
 _SPEC_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # the vendor's dense bf16 figures
 CEILING_FORMULA = (
     "max(matmul FLOPs of forward and backward / measured matmul rate, "
-    "28 bytes × trainable parameters / measured copy bandwidth)"
+    f"{_ADAMW.traffic_bytes} bytes × trainable parameters / measured copy bandwidth)"
 )
 
 
@@ -172,7 +173,7 @@ def _learns(part: Part) -> bool:
 
 @dataclass(frozen=True)
 class Savings:
-    """FLOPs per token and bytes of gradients and Adam's moments, with and without freezing.
+    """FLOPs per token and bytes of gradients and moments, with and without freezing.
 
     Fields that end in `_all` assume that nothing is frozen. The other fields count frozen parts as
     frozen.
@@ -205,19 +206,26 @@ class Savings:
         }
 
 
-def savings(anatomy: Anatomy, length: int, *, causal: bool = False) -> Savings:
+def savings(
+    anatomy: Anatomy,
+    length: int,
+    *,
+    causal: bool = False,
+    optimizer: OptimizerFacts = _ADAMW,
+) -> Savings:
     """Compute how much a model's frozen parts can save on sequences of a given length.
 
     `anatomy` describes the parts of the model, and whether each is frozen.
     `causal` assumes causal attention, in a kernel that skips the masked half.
     """
     trainable, possible = anatomy.count("trainable"), anatomy.count("trainable", "frozen")
+    kept = _GRADIENT_BYTES + optimizer.state_bytes
     return Savings(
         length,
         _step_flops(anatomy.with_frozen(), length, causal),
         _step_flops(anatomy, length, causal),
-        _STATE_BYTES * possible,
-        _STATE_BYTES * trainable,
+        kept * possible,
+        kept * trainable,
     )
 
 
@@ -235,10 +243,10 @@ def describe_savings(anatomy: Anatomy, length: int) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class StepSavings(Savings):
-    """The savings of a whole step, with Adam's memory traffic; FLOPs are per step."""
+    """The savings of a whole step, with the optimizer's memory traffic; FLOPs are per step."""
 
     tokens: float  # tokens per step
-    traffic_all: int  # bytes that Adam moves in a step
+    traffic_all: int  # bytes that the optimizer moves in a step
     traffic: int
 
     def relative_to(self, baseline: "StepSavings") -> "StepSavings":
@@ -269,10 +277,12 @@ class StepSavings(Savings):
         }
 
 
-def step_savings(model: nn.Module, length: int, tokens: float) -> StepSavings:
+def step_savings(
+    model: nn.Module, length: int, tokens: float, optimizer: OptimizerFacts = _ADAMW
+) -> StepSavings:
     """Compute how much a model's frozen parts can save in a step over `tokens` tokens."""
     parts = anatomy(model)
-    per_token = savings(parts, length, causal=is_causal(model))
+    per_token = savings(parts, length, causal=is_causal(model), optimizer=optimizer)
     return StepSavings(
         length=length,
         flops_all=per_token.flops_all * tokens,
@@ -280,8 +290,8 @@ def step_savings(model: nn.Module, length: int, tokens: float) -> StepSavings:
         bytes_all=per_token.bytes_all,
         bytes=per_token.bytes,
         tokens=tokens,
-        traffic_all=ADAM_BYTES * parts.with_frozen().count("trainable"),
-        traffic=ADAM_BYTES * parts.count("trainable"),
+        traffic_all=optimizer.traffic_bytes * parts.with_frozen().count("trainable"),
+        traffic=optimizer.traffic_bytes * parts.count("trainable"),
     )
 
 
@@ -331,7 +341,7 @@ class Ceilings:
         `ceiling_ms` assumes that the two overlap completely, `serial_ms` that they do not overlap.
         """
         compute = 1e3 * work.flops / self.matmul_flops
-        traffic = 1e3 * ADAM_BYTES * work.parameters / self.copy_bytes
+        traffic = 1e3 * _ADAMW.traffic_bytes * work.parameters / self.copy_bytes
         return {
             "compute_ms": compute,
             "traffic_ms": traffic,

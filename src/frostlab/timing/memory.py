@@ -1,18 +1,18 @@
 """The memory of a training step: an estimate, and a lower bound.
 
-Both count weights, gradients, Adam's moments, and the values that a transformer's layers keep for
-the backward pass. The estimate also counts a language model's logits. The bound counts
+Both count weights, gradients, the optimizer's moments, and the values that a transformer's layers
+keep for the backward pass. The estimate also counts a language model's logits. The bound counts
 only values that every step has to keep if it recomputes nothing in the backward pass.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from frostlab.recipe.settings import OptimizerFacts
 from frostlab.roles.parts import Part
 from frostlab.roles.snapshot import Anatomy, Layer
 
 _WEIGHT_BYTES = 4  # of a float32 weight, per parameter
-_MOMENT_BYTES = 8  # of Adam's two moments, per trainable parameter
 # Values that a transformer layer keeps for its backward pass, per token and unit of the width, and
 # bytes of dropout masks; attention kernels keep no scores (Korthikanti et al. 2022).
 _KEPT_VALUES, _MASK_BYTES = 16, 2
@@ -37,7 +37,9 @@ class StepMemory:
         return (size - self.state) / self.per_token
 
 
-def estimated_memory(parts: Anatomy, value_bytes: int, language: bool) -> StepMemory:
+def estimated_memory(
+    parts: Anatomy, value_bytes: int, language: bool, optimizer: OptimizerFacts
+) -> StepMemory:
     """Estimate the memory of a training step of a model, given its parts.
 
     `value_bytes` is the size of a value of the forward pass. `language` says whether the model is a
@@ -47,10 +49,10 @@ def estimated_memory(parts: Anatomy, value_bytes: int, language: bool) -> StepMe
     sizes = (part.shape[0] for part in parts.parts if part.role == "embedding" and part.shape)
     vocabulary = max(sizes, default=0)
     logits = vocabulary * value_bytes if language else 0
-    return StepMemory(_state(parts, _WEIGHT_BYTES), kept + logits)
+    return StepMemory(_state(parts, _WEIGHT_BYTES, optimizer), kept + logits)
 
 
-def least_memory(parts: Anatomy, value_bytes: int) -> StepMemory:
+def least_memory(parts: Anatomy, value_bytes: int, optimizer: OptimizerFacts) -> StepMemory:
     """Return a lower bound on a step's memory; layers below all trainable parts keep nothing."""
     kept = 0
     learns = any(
@@ -62,11 +64,11 @@ def least_memory(parts: Anatomy, value_bytes: int) -> StepMemory:
         learns = learns or any(part.state == "trainable" for part in layer.parts)
         if learns and (width := _width(layer)):
             kept += (_LEAST_VALUES * width + _hidden(layer.parts)) * value_bytes
-    return StepMemory(_state(parts, value_bytes), kept)
+    return StepMemory(_state(parts, value_bytes, optimizer), kept)
 
 
-def _state(parts: Anatomy, gradient_bytes: int) -> int:
-    trained = _MOMENT_BYTES + gradient_bytes
+def _state(parts: Anatomy, gradient_bytes: int, optimizer: OptimizerFacts) -> int:
+    trained = optimizer.state_bytes + gradient_bytes
     return _WEIGHT_BYTES * parts.count() + trained * parts.count("trainable")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from frostlab.data.eeg.recordings import PreparedData, as_token_data
 from frostlab.devices import attention_without_plans, exact_dtype, release_cached_memory, to_device
 from frostlab.errors import BadInput, check_registration, nearest, same_function
-from frostlab.recipe.settings import LOWER_IS_BETTER, METRICS
+from frostlab.recipe.settings import METRICS, MetricFacts, all_metrics
 from frostlab.training.batches.batch import IGNORED, Batch, Split, micro_batches
 from frostlab.training.distributed import Compute, World
 from frostlab.training.state import Tally, Task
@@ -130,7 +130,7 @@ def _macro_f1(totals: Totals) -> float:
     return sum(scores) / len(scores)
 
 
-# The metrics of each text task; recipe/settings.py lists their names, and which ones to minimise.
+# The metrics of each text task; recipe/settings.py has the facts about them.
 COMPUTED: dict[str, dict[str, Callable[[Totals], float]]] = {
     "classification": {
         "loss": lambda totals: totals.loss,
@@ -151,6 +151,8 @@ def register_metric(
     *,
     task: Literal["classification", "language"] = "classification",
     lower_is_better: bool = False,
+    ratio: bool = False,
+    bounds: tuple[float, float] = (-math.inf, math.inf),
 ) -> None:
     """Register a metric: every evaluation of the task computes it, and recipes can name it.
 
@@ -159,6 +161,9 @@ def register_metric(
         compute: a function that takes the `Totals` of a split and returns a number.
         task: `classification` or `language`.
         lower_is_better: whether a lower value is better.
+        ratio: whether a comparison takes the ratio of two arms' values, which must be positive,
+            instead of their difference.
+        bounds: the least and the largest possible value, at which charts cut intervals off.
 
     A name can be registered again only with a function of the same module and name, as when a
     notebook cell runs again.
@@ -169,13 +174,13 @@ def register_metric(
         raise BadInput(
             f"register_metric: task {task!r} should be one of {', '.join(COMPUTED)}{hint}"
         )
-    taken = {metric for names in METRICS.values() for metric in names}
-    if name in taken and not same_function(COMPUTED[task].get(name), compute):
+    if name in all_metrics() and not same_function(COMPUTED[task].get(name), compute):
         raise BadInput(f"register_metric: the name {name} is taken; choose another")
-    if name not in taken:
-        METRICS[task].append(name)
+    if not bounds[0] < bounds[1]:
+        raise BadInput(f"register_metric: bounds {bounds} should be a smaller and a larger number")
+    compared_by: Literal["ratio", "difference"] = "ratio" if ratio else "difference"
+    METRICS[task][name] = MetricFacts(lower_is_better, compared_by, bounds=bounds)
     COMPUTED[task][name] = compute
-    (LOWER_IS_BETTER.add if lower_is_better else LOWER_IS_BETTER.discard)(name)
 
 
 @dataclass

@@ -316,7 +316,7 @@ def check_memory(
     # at least one batch has a mean length of this or more, whatever the order
     length = _mean_length(recipe, prepared)
     micro_batches = train.accumulate * world.size  # of which a device holds one at a time
-    least = least_memory(structure, compute.precision.itemsize)
+    least = least_memory(structure, compute.precision.itemsize, recipe.optim.facts)
     needed = least.of(min(train.batch, examples) / micro_batches * length)
     if needed <= free:
         return
@@ -324,7 +324,9 @@ def check_memory(
         f"train.batch {train.batch} cannot fit: a step needs at least {needed / 1e9:.3g} GB, and "
         f"{compute.device} has {free / 1e9:.3g} GB free"
     )
-    estimate = estimated_memory(structure, compute.precision.itemsize, language=False)
+    estimate = estimated_memory(
+        structure, compute.precision.itemsize, language=False, optimizer=recipe.optim.facts
+    )
     largest = int(estimate.tokens_in(free) / length) * micro_batches
     if largest < micro_batches:
         raise BadInput(f"{problem}; this model is too large for it, even with the smallest batch")

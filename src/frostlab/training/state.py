@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from frostlab.data.eeg.recordings import PreparedData
 from frostlab.flow.probe import Gradient
 from frostlab.recipe.recipe import Recipe
-from frostlab.recipe.settings import LOWER_IS_BETTER, Metric
+from frostlab.recipe.settings import Metric, metric_facts
 from frostlab.records.checkpoint import FrozenWeights
 from frostlab.records.folder import RunFolder
 from frostlab.records.schema import Metrics, read
@@ -56,7 +56,7 @@ def reaches(metric: Metric, value: float, target: float, strictly: bool = False)
     """Return whether a value is at least as good as a target, or better if `strictly`."""
     if strictly and value == target:
         return False
-    return value <= target if metric in LOWER_IS_BETTER else value >= target
+    return value <= target if metric_facts(metric).lower_is_better else value >= target
 
 
 @dataclass

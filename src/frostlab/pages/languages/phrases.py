@@ -1,4 +1,4 @@
-"""The words of verdicts and the fixed texts of a comparison's page in Chinese and Japanese.
+"""The fixed texts of a comparison's page in Chinese and Japanese.
 
 In a text, a word in braces, such as `{name}`, stands for any words, and `{sign}` for one character.
 These are kept as they are, but the words of `{reason}` are translated, too. A text without a
@@ -8,33 +8,10 @@ translation is looked up sentence by sentence, and then clause by clause.
 import re
 from functools import cache
 
-from frostlab.comparison.verdict import Word
+from frostlab.comparison.verdict import MEANINGS
+from frostlab.pages.languages.words import TRANSLATIONS
 
-WORDS: dict[str, dict[Word, str]] = {
-    "zh": {
-        "better": "更好",
-        "worse": "更差",
-        "no difference found": "未发现差异",
-        "identical": "完全相同",
-        "at chance": "处于随机水平",
-        "did not finish": "未完成",
-        "too few seeds": "种子太少",
-        "confounded": "存在混杂",
-        "unproven": "未经证实",
-    },
-    "ja": {
-        "better": "優れている",
-        "worse": "劣っている",
-        "no difference found": "差は認められない",
-        "identical": "完全に同一",
-        "at chance": "偶然の水準",
-        "did not finish": "未完了",
-        "too few seeds": "シード不足",
-        "confounded": "交絡あり",
-        "unproven": "未実証",
-    },
-}
-_FOREIGN = tuple(WORDS)
+_FOREIGN = tuple(TRANSLATIONS)
 LANGUAGES = ("en", *_FOREIGN)
 _UNKNOWN = {"zh": "原因见记录", "ja": "理由は記録を参照"}
 _REASON = re.compile(r" is unproven \((.*)\): (?=[-+\d]|no pair)", re.DOTALL)
@@ -135,32 +112,6 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
      "（比较的是最佳值从第一阶段到最后阶段的变化，所用数据也用于选择检查点。）",
      "（最良値が最初の段階から最後の段階までにどれだけ変化したかを、チェックポイントの選択にも使う"
      "データで比較する。）"),
-    # What words mean
-    ("the whole interval of the effect is in favour of the arm", "效应的整个区间都对该组有利",
-     "効果の区間全体がその群に有利である"),
-    ("the whole interval of the effect is to the arm's disadvantage",
-     "效应的整个区间都对该组不利", "効果の区間全体がその群に不利である"),
-    ("the interval contains zero (or the ratio 1); the sentence says, as far as known, which costs "
-     "it excludes and which true difference would be found in 8 of 10 such comparisons",
-     "区间包含零（或比值 1）；在已知范围内，句中说明它排除了多大的损失，以及怎样的真实差异"
-     "在 10 次此类比较中会有 8 次被发现",
-     "区間がゼロ（または比 1）を含む。わかる範囲で、どの損失が排除されるか、またどの大きさの"
-     "真の差がこの種の比較 10 回のうち 8 回で見つかるかを文が述べる"),
-    ("the reported weights of both arms are the same for every seed",
-     "对每个种子，两组报告的权重都相同", "どのシードでも両群の報告された重みが同じである"),
-    ("no difference is found, and neither arm is shown to beat chance",
-     "未发现差异，也不能证明任何一组优于随机水平",
-     "差は認められず、どちらの群も偶然を上回るとは言えない"),
-    ("fewer than 5 pairs finished, though enough were planned",
-     "计划的配对数足够，但完成的少于 5 对",
-     "計画した組は足りていたが、完了したのは 5 組に満たない"),
-    ("fewer than 5 pairs; a seed that neither arm finished is no pair",
-     "少于 5 对；两组都未完成的种子不算一对",
-     "5 組に満たない。両群とも完了しなかったシードは組に数えない"),
-    ("a setting differs that is not part of the comparison", "有一项不属于比较内容的设置不同",
-     "比較の対象でない設定が異なっている"),
-    ("the sentence says why the values prove nothing", "句中说明这些数值为何不能证明什么",
-     "値が何も証明しない理由を文が述べる"),
     # Remarks about a verdict, and reasons why it is unproven
     ("failed", "失败", "失敗"),
     ("did not finish", "未完成", "未完了"),
@@ -407,7 +358,10 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
     ("Arms with the same share are drawn side by side.", "占比相同的组并排画出。",
      "割合が同じ群は並べて描いた。"),
 )  # fmt: skip
-PHRASES = {english: dict(zip(_FOREIGN, others, strict=True)) for english, *others in _TEXTS}
+PHRASES = {english: dict(zip(_FOREIGN, others, strict=True)) for english, *others in _TEXTS} | {
+    text: {language: words[word].meaning for language, words in TRANSLATIONS.items()}
+    for word, text in MEANINGS.items()
+}
 _NAME = re.compile(r"\{(\w+)\}")
 _SIGN = r"\S"
 

@@ -11,57 +11,15 @@ from dataclasses import replace
 
 from frostlab.comparison.evidence import ArmVerdict, TimedArm
 from frostlab.comparison.plan import AFTER_THE_FACT, Rules
-from frostlab.comparison.verdict import Word
 from frostlab.pages.content import Block, Cell, Document, Figure, Paragraph, Section
 from frostlab.pages.languages.phrases import translated
+from frostlab.pages.languages.words import TRANSLATIONS
 from frostlab.text import plain
 
 _SMALL = "smaller than the smallest effect of interest"  # part of an English sentence
 Pieces = list[str | Cell]
 Source = Callable[..., Cell]  # makes the cell of a value of evidence.json from its keys
 
-_SENTENCES: dict[str, dict[Word, str]] = {
-    "zh": {
-        "better": "{metric}：{arm} 优于 {baseline}。{numbers}{missing}{small}"
-        "{together}{skewed}{chosen}。",
-        "worse": "{metric}：{arm} 劣于 {baseline}。{numbers}{missing}{small}"
-        "{together}{skewed}{chosen}。",
-        "no difference found": "{metric}：未发现 {arm} 与 {baseline} 有差异。{numbers}{missing}"
-        "{costs}{power}{together}{chosen}。",
-        "identical": "{arm} 与 {baseline} 完全相同：每个种子训练结束时权重都一致，"
-        "可见两者的差别没有产生任何作用。{numbers}。",
-        "at chance": "{metric}：{arm} 与 {baseline} 均处于随机水平，没有证据表明其中任何一个"
-        "学到了东西。{numbers}{missing}。",
-        "did not finish": "{metric}：完成的配对太少，无法判断 {arm} 与 {baseline} 孰优孰劣"
-        "{missing}。",
-        "too few seeds": "{metric}：种子太少，无法判断 {arm} 与 {baseline} 孰优孰劣。"
-        "{numbers}{missing}。",
-        "confounded": "{metric}：{arm} 与 {baseline} 的比较存在混杂{confounds}，差异不能归因于所"
-        "比较的因素。{numbers}{missing}。",
-        "unproven": "{metric}：{arm} 与 {baseline} 之间的差异未经证实（{reason}）。{numbers}"
-        "{missing}。",
-    },
-    "ja": {
-        "better": "{metric}：{arm} は {baseline} より優れている。{numbers}{missing}{small}"
-        "{together}{skewed}{chosen}。",
-        "worse": "{metric}：{arm} は {baseline} より劣っている。{numbers}{missing}{small}"
-        "{together}{skewed}{chosen}。",
-        "no difference found": "{metric}：{arm} と {baseline} の間に差は認められない。{numbers}"
-        "{missing}{costs}{power}{together}{chosen}。",
-        "identical": "{arm} と {baseline} は完全に同一である。どのシードでも学習後の重みが"
-        "一致しており、両者の違いは何の効果も及ぼさなかった。{numbers}。",
-        "at chance": "{metric}：{arm} も {baseline} も偶然の水準にあり、いずれも何かを学習したとは"
-        "言えない。{numbers}{missing}。",
-        "did not finish": "{metric}：完了したペアが少なすぎるため、{arm} と {baseline} の優劣は"
-        "判定できない{missing}。",
-        "too few seeds": "{metric}：シードが少なすぎるため、{arm} と {baseline} の優劣は"
-        "判定できない。{numbers}{missing}。",
-        "confounded": "{metric}：{arm} と {baseline} の比較には交絡があり{confounds}、差を比較対象"
-        "の要因に帰すことはできない。{numbers}{missing}。",
-        "unproven": "{metric}：{arm} と {baseline} の差は実証されていない（{reason}）。{numbers}"
-        "{missing}。",
-    },
-}
 # Parts of the sentences, by name; a part begins with the punctuation that separates it.
 _PARTS: dict[str, dict[str, str]] = {
     "zh": {
@@ -182,7 +140,7 @@ def verdict_pieces(
         ],
         "reason": [cell(*keys, "sentence", format=f"reason in {language}")],
     }  # fmt: skip
-    return _filled(_SENTENCES[language][verdict.word], **values)
+    return _filled(TRANSLATIONS[language][verdict.word].sentence, **values)
 
 
 def time_pieces(name: str, arm: TimedArm, baseline: str, language: str, cell: Source) -> Pieces:

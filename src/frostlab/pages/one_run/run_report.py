@@ -23,13 +23,12 @@ from frostlab.pages.content import (
 from frostlab.pages.generated import generated_texts
 from frostlab.pages.one_run import eeg_run, run_facts, run_figures
 from frostlab.pages.one_run.run_facts import CLASSES, DATA, RECIPE, OneRun
-from frostlab.recipe.settings import LOWER_IS_BETTER
+from frostlab.recipe.settings import all_metrics, metric_facts
 from frostlab.records.index import EVENTS, RESULT, read_run, result_of
 from frostlab.records.schema import StepEvent
 from frostlab.text import NONE, plain, short
 
-_SHARES = ("accuracy", "token_accuracy")  # metrics that are shown in percent
-# a metric with one of these words in its name is a correlation
+# a value of the report with one of these words in its name is a correlation
 _CORRELATIONS = ("pearson", "ridge", "chance", "segment", "challenge")
 _ENDS = {
     "failed": "The run failed", "diverged": "The run diverged", "stopped": "The run was stopped",
@@ -67,7 +66,9 @@ def sources(folder: Path) -> tuple[str, ...]:
 
 def metric_format(name: str) -> str:
     """Return the name of the format in which a metric is shown."""
-    if name in _SHARES or name.startswith("match"):
+    if name in (known := all_metrics()):
+        return known[name].form
+    if name.startswith("match"):
         return "percent"
     return "r" if any(word in name for word in _CORRELATIONS) else "number"
 
@@ -147,7 +148,7 @@ def _training_figure(run: OneRun) -> Figure | None:
         return None
     percent = metric_format(run.metric) == "percent"
     chart = run_figures.training(losses, evaluations, run.later_stages, plain(run.metric), percent)
-    better = "smaller" if run.metric in LOWER_IS_BETTER else "larger"
+    better = "smaller" if metric_facts(run.metric).lower_is_better else "larger"
     shown = (
         f"{plain(run.metric)} at each evaluation on the split that selects the checkpoint "
         f"({better} is better), the best of the last stage with a ring."
@@ -272,8 +273,8 @@ def _stages_table(run: OneRun, stages: list[dict[str, Any]]) -> Table:
         name for name, value in stages[0]["metrics"].items()
         if not isinstance(value, dict) and all(name in stage["metrics"] for stage in stages)
     ]  # fmt: skip
-    order = ("accuracy", "token_accuracy", "perplexity", "pearson")
-    names.sort(key=lambda name: (*order, name).index(name))
+    # shares first, the loss last
+    names.sort(key=lambda name: (metric_facts(name).form != "percent", name == "loss"))
     rows: list[tuple[str | Cell, ...]] = []
     for number, stage in enumerate(stages):
         at = ("stages", number)
@@ -478,7 +479,7 @@ def _targets(run: OneRun) -> list[Block]:
 
 def _side(target: dict[str, Any]) -> str:
     """Return on which side of the target a good value lies."""
-    return "below" if target.get("name") in LOWER_IS_BETTER else "above"
+    return "below" if metric_facts(str(target.get("name"))).lower_is_better else "above"
 
 
 def _eeg(run: OneRun) -> list[Block]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from frostlab.comparison.evidence import ArmVerdict
+from frostlab.comparison.verdict import JUDGED
 from frostlab.experiments.collection import Member, read_groups, read_members
 from frostlab.experiments.means import MEANS, By, Mean
 from frostlab.experiments.summary import (
@@ -33,7 +34,6 @@ from frostlab.text import NONE, plain
 
 Row = tuple[str | Cell, ...]
 _PAGE = "report.html"
-_JUDGED = ("better", "worse", "no difference found")  # verdicts that are not shown in red
 _ITEMS = 12  # the first screen lists verdicts only if there are at most this many
 
 
@@ -168,7 +168,7 @@ def _verdicts(several: Several) -> list[Block]:
                                                   format="effect"),
                  several.cell(member, "verdicts", arm, "word",
                               format=f"word in {several.language}",
-                              alarm=verdict.word not in _JUDGED))
+                              alarm=verdict.word not in JUDGED))
                 for arm, verdict in verdicts.items()
             ]  # fmt: skip
     arms = several.arms if dense else ("arm", "effect", "verdict")
@@ -186,7 +186,7 @@ def _verdict_cell(
 ) -> str | Cell:
     if verdict is None:
         return ""
-    alarm = verdict.word not in _JUDGED
+    alarm = verdict.word not in JUDGED
     shown = f"verdict in {several.language}"
     return several.cell(member, "verdicts", arm, format=shown, alarm=alarm)
 
