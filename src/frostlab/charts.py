@@ -149,13 +149,13 @@ def _with_own_opacity(shape: re.Match[str]) -> str:
 
 
 def page_svg(drawing: str, name: str) -> Markup:
-    """Return the SVG from `still` for a page, with the page's colours of text and background."""
+    """Return SVG that `still` has drawn for a page, in the page's colours of text and background."""
     drawing = drawing.replace('fill="white"', 'fill="transparent"', 1)  # the background comes first
     return checked_svg(drawing.replace(f'"{_INK}"', '"currentColor"'), name)
 
 
 def figure_files(drawing: str, scale: float = 2) -> dict[str, bytes]:
-    """Return the files of the SVG from `still`: extension (svg, png, pdf) → content."""
+    """Return SVG that `still` has drawn as files: extension (svg, png, pdf) → content."""
     _, vl_convert = require_drawing("drawing a chart")
     return {
         "svg": drawing.encode(),

@@ -106,7 +106,7 @@ def has_events(device: torch.device) -> bool:
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Return whether a tensor is on a CUDA device, for which there are kernels of its own."""
+    """Return whether a tensor is on a CUDA device."""
     return tensor.is_cuda
 
 

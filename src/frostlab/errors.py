@@ -79,7 +79,7 @@ def nearest(value: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
 def require(package: str, extra: str, purpose: str) -> Any:
     """Import an optional package, or raise a one-line error.
 
-    It names the extra to install or, for an installed package, the reason why the import failed.
+    The error names the extra to install or, if the package is installed, why the import failed.
     """
     try:
         return importlib.import_module(package)
@@ -103,7 +103,7 @@ def check_registration(function: str, name: object, registered: object) -> None:
 def same_function(function: Any, other: Any) -> bool:
     """Return whether two functions have the same module and name.
 
-    They do if a notebook's cell that defines the function is run again.
+    Running a notebook's cell again defines its functions again, with the same module and name.
     """
     missing = object()
     return all(

@@ -174,8 +174,8 @@ def _cff(data: bytes, codes: Mapping[int, int], title: str) -> Any:
     outlines = font["CFF "].cff[0]
     font.setGlyphOrder(outlines.getGlyphOrder())
     for part in getattr(outlines, "FDArray", ()):
-        # A part's FontMatrix multiplies the font's own, which is the default. fontTools leaves that
-        # one out of the file, so the part's must go, too.
+        # The FontMatrix of a part multiplies that of the whole font. fontTools leaves the whole
+        # font's out of the file, because it is the default, so the part's must go, too.
         part.rawDict.pop("FontMatrix", None)
     widths = {}
     for name in font.getGlyphOrder():

@@ -523,7 +523,7 @@ def damaged_file(folder: Path, names: Iterable[str] | None = None) -> Path | Non
 
 
 def is_plain(folder: Path, name: str) -> bool:
-    """Return whether a name in a seal is a regular file inside the folder, and not a link."""
+    """Return whether a name is that of a regular file inside the folder, and not of a link."""
     with suppress(OSError, ValueError):
         path = folder / name
         inside = ".." not in Path(name).parts and not Path(name).is_absolute()

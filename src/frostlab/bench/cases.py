@@ -53,8 +53,8 @@ from frostlab.training.batches.batch import collate, epoch_order, padding_limit
 
 FINE_TUNING = Optim(lr=2e-5)
 PRETRAINING = Optim(lr=3e-4, decay=0.1, betas=(0.9, 0.95))
-# For the loss check of the GPT classifier, with larger weights in its head (`enlarge_head`). At a
-# higher rate, it overshoots and rounding errors grow.
+# For the loss check of the GPT classifier, whose head has enlarged weights (`enlarge_head`): at a
+# higher learning rate, training overshoots and rounding errors grow.
 _SLOW = Optim(lr=2e-6)
 VOCABULARY = 50304
 Build = Callable[[BenchSettings, int], nn.Module]  # builds a model with the given number of layers

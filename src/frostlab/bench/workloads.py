@@ -192,7 +192,7 @@ def padding_collator(pad: int) -> Callable[[list[dict[str, Any]]], dict[str, Ten
 
 
 def packed_feed(tokens: Tokens, order: Order, pad: int) -> tuple[Feed, list[int]]:
-    """Return a feed of packed batches of a few widths, and one step number for each width."""
+    """Return a feed of packed batches of a few widths, and the first step of each width."""
     shapes, lengths = shapes_for(tokens, order), row_lengths(tokens)
     widths = [shapes.width(int(lengths[rows].sum())) for rows in order]
 
@@ -205,7 +205,7 @@ def packed_feed(tokens: Tokens, order: Order, pad: int) -> tuple[Feed, list[int]
 def padded_feed(
     tokens: Tokens, order: Order, pad: int, device: torch.device
 ) -> tuple[Feed, list[int]]:
-    """Return a feed of padded batches, and one step number for each of their widths.
+    """Return a feed of padded batches, and the first step of each of their widths.
 
     On a GPU, there are only a few widths. Every batch has a mask, so that a compiled model sees
     inputs of one kind.
@@ -228,7 +228,7 @@ def prefix_feed(
 ) -> tuple[Prefix | None, Feed]:
     """Return the cached outputs of a model's frozen lowest layers, and a feed of packed batches.
 
-    Unless `cached`, there is no cache, and None is returned for it.
+    If `cached` is false, None is returned in place of the cached outputs.
     """
     shapes, prefix = shapes_for(tokens, order), None
     if cached:

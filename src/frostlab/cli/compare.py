@@ -281,7 +281,7 @@ def stand_ins_from(data_dir: Path | None) -> "Callable[[Recipe], Recipe]":
 
 
 def _refuse_options(context: typer.Context, allowed: tuple[str, ...], reason: str) -> None:
-    """Refuse options that are not allowed on the command line; the environment may set them."""
+    """Refuse all options on the command line but the allowed ones; the environment may set any."""
     for parameter in context.command.params:
         if parameter.name not in allowed and _is_given(context, str(parameter.name)):
             raise BadInput(f"{reason}, so {parameter.opts[0]} has no meaning with it")

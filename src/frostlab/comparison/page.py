@@ -129,7 +129,7 @@ def _verdicts(evidence: Evidence) -> str:
 
 
 def _controls(evidence: Evidence) -> list[str]:
-    """Return lines on the two tests of the comparison itself: the repeated run and the assay."""
+    """Return lines on the two tests of the comparison: the repeated run and the planted harm."""
     lines, metric, repeat, assay = [], evidence.rules.metric, evidence.repeat, evidence.assay
     if repeat is not None:
         lines.append(_repeat_text(repeat, metric))

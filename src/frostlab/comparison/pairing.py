@@ -400,7 +400,7 @@ def _check_metrics(record: RunRecord) -> None:
 
 
 def summarize(record: RunRecord, folder: Path) -> RunSummary:
-    """Return the facts about a run that a comparison uses; its path is relative to `folder`."""
+    """Return what a comparison uses of a run; the run's path is relative to `folder`."""
     if status_of(record) == UNFINISHED:
         return _unfinished(record, folder)
     result = record.result

@@ -90,10 +90,10 @@ def bounds(
     that the *other* seeds make, and `arm_tried` and `base_tried` hold the results of every choice.
     The interval is about the difference between the best choices, though the data do not tell for
     certain which they are. If higher is better, the lower end is the smallest lower end of `arm`
-    against any choice of the baseline, so it holds for the truly best one; and the choices in `arm`
-    are on average no better than the arm's best. The upper end is the largest upper end of any
-    choice of the arm against `base`. If lower is better, the two arms change places. So luck in
-    choosing cannot look like an effect.
+    against any choice of the baseline. So it also holds against the baseline's truly best choice;
+    and the results in `arm` are on average no better than those of the arm's best choice. The upper
+    end is the largest upper end of any choice of the arm against `base`. If lower is better, the
+    two arms change places. So luck in choosing cannot look like an effect.
 
     A mean or standard deviation of at most `rounding` counts as zero.
     """

@@ -205,7 +205,10 @@ def _worst(arms: Mapping[str, Scores], rules: Rules) -> float | None:
 
 
 def _pool(cases: Sequence["_Case"]) -> Pool | None:
-    """Pool the arms with the first statement's baseline that have enough pairs and miss no run."""
+    """Pool the arms that are compared with the first statement's baseline.
+
+    Arms with fewer than `LEAST_SEEDS` pairs, or with a missing run, are left out.
+    """
     baseline = cases[0].statement.baseline if cases else ""
     same = [
         case.differences

@@ -37,7 +37,7 @@ class Mean:
     shortcomings: tuple[str, ...]  # confounded, reduced; the same for all these comparisons
     comparisons: tuple[str, ...]  # their folders, by path from the folder that is reported
     verdicts: dict[str, int]  # verdict → number of comparisons
-    # for a single comparison, its effect and interval; else `n` is the number of comparisons
+    # for a single comparison, its own effect; else the mean, whose `n` is the number of comparisons
     effect: Effect
     retained: float | None  # geometric mean of the comparisons' `retained_share`
 

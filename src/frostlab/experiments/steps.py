@@ -1,7 +1,7 @@
 """The kinds of training steps that a recipe takes in its stages, and their measured times.
 
 The data are not needed. Models are built without values: on the meta device, or in uninitialized
-memory if the recipe has stages, because entering a stage can add layers. steps.jsonl has the
+memory if the recipe has stages, because a stage can add layers, which are built in memory. steps.jsonl has the
 measured times: the lines that benchmarks/catalogue.py printed on MACHINE.
 """
 
@@ -29,7 +29,7 @@ from frostlab.training.treatment import treated_parts
 MACHINE = "NVIDIA H200"
 # data.name → size of its vocabulary of whole words
 WORDS = {"wikitext2": 28_914, "wikitext2-raw": 69_830}
-# digest of the settings on which a model depends → model on the meta device, and its anatomy
+# digest of the settings on which a model depends → model on the meta device
 Models = dict[str, nn.Module]
 
 

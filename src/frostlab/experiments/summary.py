@@ -454,7 +454,7 @@ def _effect_in(name: str, evidence: Evidence, arm: str) -> str:
 
 
 def _effects_by_seed(evidence: Evidence, arm: str) -> dict[int, float]:
-    """Return an arm's difference from the baseline by seed; if `rules.log`, of the logarithms.
+    """Return an arm's difference from the baseline by seed, of logarithms if `rules.log`.
 
     Seeds whose runs did not both finish, or cannot be paired, are left out.
     """

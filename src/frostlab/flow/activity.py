@@ -79,7 +79,7 @@ class Activity:
     def listening(self) -> AbstractContextManager[Any]:
         """Return a context for a forward pass that measures attention if a measurement is due.
 
-        It is needed where the model is not called as `model(…)`, because its hooks do not run then.
+        Where a method of the model is called instead of `model(…)`, the model's hooks do not run.
         """
         if self._attention_entropy and self._is_due():
             return _AttentionMode(self._measured)

@@ -165,7 +165,7 @@ def _joined(cells: Sequence[Cell]) -> Cell:
 
 
 def heat_png(flow: "Flow", scale: float = 1.5) -> bytes:
-    """Draw both heat maps side by side on a white background, and return the PNG file."""
+    """Draw the maps of gradients and updates side by side on white, and return the PNG file."""
     alt, _ = require_drawing(_PURPOSE)
     grids = _grids(flow)
     both = alt.hconcat(*map(_titled, grids), spacing=24).resolve_scale(color="independent")
@@ -183,7 +183,7 @@ def heat_svgs(flow: "Flow") -> dict[str, Markup]:
 
 
 def heat_charts(flow: "Flow", width: int) -> dict[str, tuple[Any, list[dict[str, Any]]]]:
-    """Return for each quantity a heat map without a title that holds its data, and the data."""
+    """Return, for each quantity, a heat map without a title, and the data that it contains."""
     charts = {}
     for grid in _grids(flow):
         rows = _cells(grid)

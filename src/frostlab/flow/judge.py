@@ -42,12 +42,13 @@ class Rules:
     still: float = 1e-6  # a smaller ratio is "not learning", if other parts move much more
     asleep: float = 1e-9  # if every ratio is smaller, every part is "not learning"
     decayed: float = 2.0  # weight decay may explain ratios up to this multiple of lr · decay
-    drowned: float = 1e-4  # if |gradient| / (|gradient| + |decay|) is smaller, decay made the step
+    drowned: float = 1e-4  # if |gradient| / (|gradient| + decay·|weight|) is less, decay moved it
     slow: float = 0.01  # a ratio below this multiple of the peers' median is "slow"
     apart: float = 1e-3  # the same limit for parts with too few peers, relative to all parts
     vanishing: float = 1e-4  # a gradient below this multiple of the largest "vanishes"
-    # A gradient of 0 counts as a tenth of the smallest gradient above 0. It "vanishes" if this is
-    # below `underflow` × the largest gradient; otherwise a mask, for example, has set it to 0.
+    # A gradient of 0 is taken to be a tenth of the smallest gradient above 0. If that tenth is
+    # below `underflow` × the largest gradient, the part's gradient "vanishes"; if not, something
+    # such as a mask has set it to 0.
     underflow: float = 1e-12
     leap: float = 1.0  # a larger |update| / |weight|, weight decay included, is "exploding"
     growth: float = 1e3  # "exploding" if the gradients of part and model grew by this factor
@@ -96,7 +97,7 @@ class RecentReports:
     def __init__(self, flow: "Flow", rules: Rules) -> None:
         self.flow, self.rules = flow, rules
         self.reports = flow.reports[-rules.window :]
-        self.highest = [  # highest learning rate by group; early reports lack later groups
+        self.highest = [  # highest learning rate by group; groups added later lack early reports
             max(_not_nan(r.rates[g] for r in flow.reports if g < len(r.rates)), default=0.0)
             for g in range(len(flow.groups))
         ]
@@ -126,9 +127,10 @@ class RecentReports:
 
         The result is NaN if the learning rate is 0. If decoupled decay alone can explain the
         update, the ratio is limited to the largest update that the gradient can cause. If decay is
-        added to the gradient (L2), the ratio is multiplied by |gradient| / (|gradient| + |decay|),
-        where |decay| is the weight decay × |weight|; under a normalising optimizer only if that
-        factor is at most `Rules.drowned`.
+        added to the gradient (L2), the ratio is multiplied by the gradient's share of the sum,
+        |gradient| / (|gradient| + |decay|), where |decay| is the weight decay × |weight|. A
+        normalising optimizer makes a step of about the same size with a smaller share, so its
+        ratio is multiplied only if the share is at most `Rules.drowned`.
         """
         facts, ratio = self.flow.parts[part], report.ratio(part)
         if report.of("weight", part) == report.of("update", part) == 0.0:
@@ -146,8 +148,9 @@ class RecentReports:
             share = size / (size + settings.decay * weight)
             ratio *= 1.0 if normalises and share > self.rules.drowned else share
         elif 0.0 < ratio <= self.rules.decayed * rate * settings.decay:
-            # largest |update| / rate: momentum adds up equal gradients, and a normalising
-            # optimizer moves each element by about 1, unless eps exceeds its gradient
+            # The largest |update| / rate: with momentum, equal gradients of many steps add up to
+            # gradient / (1 - momentum); a normalising optimizer moves each element by about 1, or
+            # by less if eps exceeds the element's gradient.
             largest = size / (1.0 - min(settings.momentum, 0.99))
             if normalises:
                 spread = math.sqrt(facts.elements)
@@ -358,9 +361,10 @@ def _slow(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
 
 
 def _scaled(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
-    """Judge a part whose layer's gradients are scaled by a constant that its updates do not show.
+    """Judge a part whose layer has gradients scaled by a constant, though its updates are not.
 
-    Compared with both neighbouring layers, the gradients are steadily larger, or steadily smaller.
+    The gradients of the layer are steadily larger, or steadily smaller, than those of both
+    neighbouring layers.
     """
     rules = recent.rules
     if recent.flow.optimizer not in rules.normalising or len(recent.reports) < rules.steady_reports:

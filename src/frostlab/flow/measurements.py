@@ -431,8 +431,8 @@ def parts_event(flow: Flow, every_n_steps: int, front: Sequence[str]) -> dict[st
 def report_event(report: Report, parts: Sequence[PartFacts]) -> dict[str, Any]:
     """Return the values of a `flow` event, without quantities that were not measured.
 
-    Numbers are rounded to 5 significant digits; ranges to 7, because `weight_change` needs small
-    differences.
+    Numbers are rounded to 5 significant digits; ranges to 7, because `DepthRatios.weight_change`
+    is computed from small differences between ranges.
     """
     trainable = _trainable(parts)
     event: dict[str, Any] = {}

@@ -21,12 +21,12 @@ from frostlab.devices import exact_dtype
 from frostlab.flow.tensors import Layout, is_sharded, local, shard_group
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
-# one list of views for each list of tensors passed to `Totals.add_up`; a view lies in one part
+# the lists of tensors passed to `Totals.add_up`, cut into views that each lie in one part
 Views = list[list[Tensor]]
 SUMS = (  # names of the sums over each part
     "gradient", "before_clip", "weight", "update",  # squared norms
     "moved", "origin", "along",  # |weight - start|², |start|², weight·start
-    # gradient·previous, |gradient|², |previous|²: without the optimizer's own unscaling or clipping
+    # gradient·previous, |gradient|², |previous|²: before the optimizer itself unscales or clips
     "agree", "energy", "former",
 )  # fmt: skip
 _MAXIMA = ("largest", "high", "low")  # max |gradient|, max weight, max -weight of a parameter
@@ -294,7 +294,7 @@ class Totals:
         self._slices = [  # slices of unsharded parameters, then of sharded parameters
             [s for s in layout.slices if sharded[s.parameter] == kind] for kind in (False, True)
         ]
-        self._part_of_view = []  # for both lists of slices: the part of each view
+        self._part_of_view = []  # for each list in `_slices`: the part of each view
         for slices in self._slices:
             pairs = [(s, local(layout.parameters[s.parameter])) for s in slices]
             parts = [s.part for s, tensor in pairs for _ in s.views(tensor)]
@@ -305,7 +305,7 @@ class Totals:
         return self._add_up(lambda views: self.norms(views[0]).square(), tensors)
 
     def add_up(self, numbers: Callable[[Views], list[Tensor]], *lists: Sequence[Tensor]) -> Tensor:
-        """Sum one number per view over each part; `numbers` maps the views to the numbers."""
+        """Compute one number for each view by calling `numbers`, and sum them over each part."""
 
         def stacked(views: Views) -> Tensor:
             return torch.stack([n.to(self.device, self.wide) for n in numbers(views)])
@@ -321,7 +321,7 @@ class Totals:
             addends = numbers(
                 [[v for s in slices for v in s.views(tensors[s.parameter])] for tensors in lists]
             )
-            if not is_shard and self.group is not None:  # all processes add this same value
+            if not is_shard and self.group is not None:  # added once by each process
                 addends = addends / dist.get_world_size(self.group)
             total.index_add_(0, parts, addends)
         return total

@@ -311,7 +311,7 @@ class _PendingReport:
     step: int
     numbers: Tensor
     arrived: Any  # a CUDA event, or None if the numbers are already on the host
-    sizes: dict[str, int]  # `numbers` begins with the probe's quantities: name → length
+    sizes: dict[str, int]  # name → length of each quantity of the probe, in the order in `numbers`
     layout: Layout
     reached: tuple[bool, ...]  # whether each parameter had a gradient
     extremes: tuple[int, ...]  # indices of the parameters whose max |g| was measured

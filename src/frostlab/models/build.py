@@ -42,7 +42,7 @@ from frostlab.recipe.recipe import Recipe
 from frostlab.storage import digest_of, file_digest
 from frostlab.text import typed
 
-# The largest numbers allowed in `model.config`, by a word in the key; 2**24 for other keys.
+# word in a key of `model.config` → the largest number allowed for this key; 2**24 for other keys
 _MOST = {"layer": 300, "position": 2**20}
 OWN: dict[str, tuple[Any, Any]] = {  # name → model class, config class
     "gpt": (GPT, GPTConfig),
@@ -106,7 +106,7 @@ def _size(kind: Any, config: Any) -> int:
 class _WithoutDraws(TorchFunctionMode):
     """Skip `normal_`, which takes milliseconds for each tensor on the meta device.
 
-    Its first call there also imports torch._dynamo, which takes a second.
+    The first `normal_` on the meta device also imports torch._dynamo, which takes a second.
     """
 
     def __torch_function__(
@@ -389,7 +389,7 @@ _ASSUMED, _AT_MOST = " (assumed)", " at most"
 
 
 def _config_at_hand(name: str) -> tuple[str, str]:
-    """Return the name or, if its config is unavailable, its architecture and a note about this."""
+    """Return the name and no note; if its config is unavailable, its architecture and a note."""
     try:
         find_config(name)
     except Refused:
@@ -412,7 +412,7 @@ def _vocabulary(recipe: Recipe) -> tuple[int, str]:
             return int(find_config(tokenizer.name)[0].get_text_config().vocab_size), ""
         except BadInput:  # the tokenizer's config is not available
             return GPTConfig().vocabulary, _ASSUMED
-    if tokenizer.size is None:  # it has every word of the training split, which is not read here
+    if tokenizer.size is None:  # every word of the training split, which is not read here
         return DecoderConfig().vocabulary, _ASSUMED
     return tokenizer.size, _AT_MOST
 
@@ -548,7 +548,7 @@ def architecture_of(name: str) -> str:
 
 
 def _without_weights(config: Any) -> nn.Module:
-    """Build a model from its config alone; its own code runs only if the user trusts it."""
+    """Build a model from its config alone; code that ships with it runs only if the user allows."""
     import transformers
 
     own = getattr(config, "auto_map", None) or {}

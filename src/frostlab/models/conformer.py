@@ -51,8 +51,8 @@ class ConformerConfig:
     head: Head = "mlp"
     norm: Norm = "batch"  # norm in the convolution module
     attention: Attending = "plain"  # plain: sinusoidal positions are added before the stack
-    # embedding of an unseen subject: the mean of all subjects' embeddings, or zeros (in the
-    # published variant, where a linear layer embeds subjects: its bias)
+    # embedding of an unseen subject: the mean of all subjects' embeddings, or zeros; in the
+    # published variant, where a linear layer embeds subjects, that layer's bias instead of zeros
     unseen: Unseen = "mean"
     variant: Variant = "frostlab"
 
@@ -273,7 +273,7 @@ class ChannelAttention(nn.Module):
 class Gate(nn.Module):
     """A gate per channel that mixes the stack's output and input.
 
-    It is computed from the output's mean over time.
+    The gate is computed from the mean of the stack's output over time.
     """
 
     def __init__(self, width: int, bias: float) -> None:
@@ -428,9 +428,9 @@ def electrode_importance(
 
     The importance is proportional to the electrode's standard deviation times the root mean square
     of the derivatives of all envelope samples with respect to all samples of the electrode. The
-    latter is estimated with `probes` draws of random signs (Hutchinson 1990). The weights of the
-    channel attention cannot show the importance of electrodes, because they belong to features that
-    mix electrodes.
+    root mean square is estimated with `probes` draws of random signs (Hutchinson 1990). The weights
+    of the channel attention cannot show the importance of electrodes, because they belong to
+    features that mix electrodes.
 
     Args:
         eeg: (B, T, channels).

@@ -23,8 +23,8 @@ from frostlab.models.gpt import GPT
 
 Ended = Literal["end", "length", "positions"]
 _ROWS = 64  # the most samples that are generated at once
-_CANDIDATES = 1024  # only the most probable tokens are sorted, if they hold more than top_p
-_MARGIN = 1e-9  # exceeds the rounding error of summed probabilities, except in float32 (MPS)
+_CANDIDATES = 1024  # only this many tokens are sorted, if their probabilities exceed top_p
+_MARGIN = 1e-9  # exceeds the rounding error of a sum of float64 probabilities; MPS has float32
 _LONGEST = 2**20  # the most tokens of a sample
 
 
@@ -55,10 +55,10 @@ class Sampling:
             )
 
     def draws(self, sample: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Return the random numbers of a sample, one per token, from 0 to below 1.
+        """Return the random numbers of a prompt's sample `sample` (from 0): one per token, below 1.
 
-        They depend on the seed and the sample's number only: not on the prompt, the model, the
-        device, or the other samples.
+        They depend only on the seed and on `sample`, not on the prompt, the model, the device, or
+        the other samples.
         """
         return np.random.default_rng([self.seed, sample]).random(self.max_tokens)
 
@@ -203,12 +203,11 @@ def continue_prompts(
 def _batches(
     lengths: Sequence[int], samples: int, mixed: bool
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield batches of at most `_ROWS` samples: the indices of prompts, and sample numbers.
+    """Yield batches of at most `_ROWS` samples: indices of prompts, and which samples of each.
 
-    A batch generates each of its sample numbers for each of its prompts.
-
-    Unless `mixed`, the prompts of a batch have the same length: not every Hugging Face model gives
-    the same logits for a padded row.
+    ([4, 7], [0, 1]) is the first two samples of prompt 4 and of prompt 7. Unless `mixed`, the
+    prompts of a batch have the same length, because not every Hugging Face model gives the same
+    logits for a padded row.
     """
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     groups: dict[int, list[int]] = {}

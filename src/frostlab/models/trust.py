@@ -201,8 +201,8 @@ def no_safetensors_on_hub(name: str) -> str:
 def never_ask() -> Iterator[None]:
     """Make transformers refuse code that nobody allowed, instead of asking on the terminal.
 
-    It would ask even with `trust_remote_code=False`, because it does not pass this argument on to
-    the parts of a model.
+    Transformers would ask even with `trust_remote_code=False`, because it does not pass this
+    argument on to the parts of a model.
     """
     from transformers import dynamic_module_utils
 
@@ -247,7 +247,7 @@ def careful(name: str) -> Iterator[None]:
 
 @contextmanager
 def _time_limit(name: str) -> Iterator[None]:
-    """Stop after some seconds of processor time; only the main thread can be stopped."""
+    """Raise an error after `_SECONDS` of processor time; only the main thread has this limit."""
     if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
         yield
         return

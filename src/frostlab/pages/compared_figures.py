@@ -1,6 +1,6 @@
-"""The figures of a comparison's report: from its records to the rows that `figures` draws.
+"""The figures of a comparison's report.
 
-Each function returns the figures that the comparison's records allow, possibly none.
+The functions turn the comparison's records into rows, which `pages.figures` draws. Each returns the figures that the comparison's records allow, possibly none.
 """
 
 import math
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 _EVIDENCE = "evidence.json"
 _ALPHA = 0.05  # error level of the intervals of means, which belong to no verdict
 _SPREAD = 1.5  # a tuned perplexity with a larger max / min is drawn on a logarithmic scale
-_DECADE = 10.0  # a training curve of a loss, or a metric like it, with a larger max / min, too
+_DECADE = 10.0  # the same for training curves of a loss, or of a metric like it
 _SYMBOLS = 16  # about how many symbols a line has
-_HEAT_ROWS, _HEAT_COLUMNS, _HEAT_ARMS = 24, 24, 8  # of heat maps
+_HEAT_ROWS, _HEAT_COLUMNS, _HEAT_ARMS = 24, 24, 8  # the most in heat maps
 _QUANTITIES = {  # key of gradient flow in evidence.json → title
     "front_ratio": "gradient of the front / of the output",
     "weight_change": "weight change of the front",
@@ -257,7 +257,7 @@ def _flops(
 
 
 def _selecting(compared: "Compared") -> tuple[str | None, str]:
-    """Return the metric to draw (the plan's, if runs evaluated it) and the split of evaluations."""
+    """Return the metric to draw (the plan's, if evaluated) and the split that selects checkpoints."""
     data, metric = compared.evidence.data, compared.evidence.rules.metric
     split = "tune" if data is not None and "tune" in data.splits else "report"
     evaluations = [
@@ -296,7 +296,7 @@ def _curves(
     note: str = "",
     short: bool = False,
 ) -> list[Figure]:
-    """Return the figure of each arm's mean and band; none if no arm has two points."""
+    """Return a figure with each arm's mean and its band; no figure if no arm has two points."""
     points = []
     for arm, runs in values.items():
         line = mean_points(runs, log, places.get(arm, ()), most_points(len(compared.arms)))

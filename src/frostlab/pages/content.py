@@ -246,7 +246,7 @@ class Cell:
 
     text: str
     file: str | None = None  # relative to the reported folder; None if it is not from a record
-    pointer: str = ""  # into the file
+    pointer: str = ""  # JSON pointer of the value in the file
     format: str = "text"  # name of the format in `FORMATS`
     alarm: bool = False  # whether it is shown in red
     link: str | None = None  # path from the reported folder to the report that the text names
@@ -330,8 +330,9 @@ class Document:
     arms: tuple[str, ...] = ()  # arms that a reader can switch on and off in the figures
     language: str = "en"
     problems: tuple[str, ...] = field(default=())  # parts of the report that could not be made
-    record: tuple[Section, ...] = ()  # content of report.md; if empty, the whole document
-    # records that are written with the report, because it has numbers that no other record holds
+    record: tuple[Section, ...] = ()  # content of report.md; if empty, it has the whole document
+    # records, such as means.json, with numbers of the report that no earlier record holds; they are
+    # written with the report
     records: dict[str, Any] = field(default_factory=dict)  # by file name
     caution: str | None = None  # a warning that every file with numbers repeats
 

@@ -80,7 +80,7 @@ def read_curve(folder: Path, span: int = 1) -> Curve | None:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the values of each line that may be needed; skip truncated lines."""
+    """Yield the number and the values of each line that may be needed."""
     numbers: list[int] = []
     lines: list[bytes] = []
     size = 0
@@ -97,7 +97,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parsed(lines: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Return the values of each line; a line that is not an object has none.
+    """Return the values of each line; an empty dict for a line that is not a JSON object.
 
     All lines are parsed at once, which is almost twice as fast, unless one of them is damaged.
     """
@@ -115,8 +115,8 @@ def _read(
 ) -> tuple[Curve, list[tuple[int, int]]]:
     """Return a run's curve, and the line and the step of every resume.
 
-    `resumed` has the resumes that an earlier reading found. Events before a resume that the resumed
-    run repeated are left out of the curve.
+    `resumed` has the resumes that an earlier reading found. If the resumed run took steps again,
+    the curve has only the events of its last attempt at them.
     """
     evaluations: dict[int, Evaluation] = {}
     losses, times = _Average(span), _Average(span)
@@ -144,7 +144,7 @@ def _read(
 
 
 def _last_valid(resumed: Sequence[tuple[int, int]]) -> Callable[[int], float]:
-    """Return a function: number of a line → the last step that the run did not repeat later."""
+    """Return a function: number of a line → the last step that no later resume took again."""
     if not resumed:
         return lambda line: math.inf
     lines = [line for line, _ in resumed]
@@ -225,7 +225,7 @@ def mean_points(
 
 
 def thinned(points: Sequence[dict[str, Any]], key: str, most: int = POINTS) -> list[dict[str, Any]]:
-    """Return at most `most` points: the ends, and the extremes of equal parts between them."""
+    """Return at most `most` points: the ends, and the lowest and highest of parts between them."""
     if len(points) <= most:
         return list(points)
     parts = max(1, (most - 2) // 2)

@@ -32,7 +32,8 @@ _BUNDLE = "vega.js"
 def page(document: Document, drawings: Mapping[str, str] | None = None) -> str:
     """Return the HTML of a report.
 
-    `drawings` maps the name of each figure to its SVG from `still`; by default, it is drawn here.
+    `drawings` has, by name, the SVG that `charts.still` drew of each figure; if it is None, the
+    figures are drawn here.
     """
     document = in_its_language(document)
     if drawings is None:
@@ -117,7 +118,7 @@ def vega() -> str:
 
 
 def build_vega(bundle: Callable[[], str]) -> Path:
-    """Return the cache's folder of the scripts; `bundle` makes them if they are not there yet."""
+    """Return the cached folder with Vega's scripts; `bundle` makes them if it is missing."""
     _, vl_convert = require_drawing("a report")
 
     def build(folder: Path) -> None:

@@ -17,8 +17,8 @@ def generated_texts(
 ) -> list[Block]:
     """Return a table of the runs' samples, prompt by prompt; an empty list if no run has any.
 
-    `runs` are names to show, with the folder of each run relative to the reported folder. If all
-    names are empty, the table has no column for them. A file that cannot be read is left out, and
+    `runs` has for each run the name to show, such as its arm's, and its folder, relative to the
+    reported folder. If all names are empty, the table has no column for them. A file that cannot be read is left out, and
     the error is added to `problems`, if given; a run without samples is skipped.
     """
     by_prompt: dict[str, list[tuple[str | Cell, ...]]] = {}

@@ -2,8 +2,8 @@
 
 Every checkpoint has checksums, which are verified before a file is read. The two newest checkpoints
 are kept, so that a run can be resumed from the older one if the newest is damaged. For each of the
-two, the best weights up to its step are kept, too. If these are in an older checkpoint, it loses
-its optimizer state.
+two, the best weights up to its step are kept, too. If these are in an earlier checkpoint, that one
+is kept without its optimizer state.
 
 A run has one or more stages, each with its own trainable weights. The frozen weights do not change
 during a stage. They can be stored once, in a folder of their own with checksums, whose name is a
@@ -78,7 +78,7 @@ class Checkpoint:
     def progress(self) -> dict[str, Any]:
         """Return the values of progress.json: the run's state other than tensors.
 
-        Its checksum is verified, its keys and types are not.
+        The file's checksum is verified, its keys and types are not.
         """
         return read_json(self._whole(PROGRESS))
 

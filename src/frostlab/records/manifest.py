@@ -105,7 +105,8 @@ def problems_in(folder: Path, *, deep: bool = True, outermost: bool = True) -> I
     """Yield the differences between a folder and its manifest.
 
     With `deep`, folders inside are checked against their own manifests and checksums, too. Only the
-    manifest of the `outermost` folder may list runs elsewhere, so that no two list each other.
+    manifest of the `outermost` folder may list runs elsewhere: two manifests that list each other
+    would be checked without end.
     """
     try:
         listed = _read(folder)

@@ -487,7 +487,7 @@ def _examples(folder: Path, data: DataRecord | None) -> dict[str, int]:
 def _events(folder: Path) -> tuple[list[Event], list[str]]:
     """Return the events that are shown, and the reason for each line that cannot be read.
 
-    Events of other kinds, such as steps, are checked but not kept. There can be millions.
+    Events of other kinds, such as steps, are checked but not kept, as there can be millions.
     """
     events: list[Event] = []
     damaged: list[str] = []

@@ -16,8 +16,8 @@ _WEIGHT_BYTES = 4  # of a float32 weight, per parameter
 # Values that a transformer layer keeps for its backward pass, per token and unit of the width, and
 # bytes of dropout masks; attention kernels keep no scores (Korthikanti et al. 2022).
 _KEPT_VALUES, _MASK_BYTES = 16, 2
-# Values that a layer has to keep in any case: the inputs of three matmuls, queries, keys, values.
-# The input of the fourth matmul, the hidden units, is added.
+# Values, per token and unit of the width, that a layer has to keep in any case: the queries, keys
+# and values, and the inputs of three matmuls. The input of the fourth, the hidden units, is added.
 _LEAST_VALUES = 6
 
 

@@ -12,7 +12,7 @@ def chosen(
     """Return `function`, which starts kernels, or `operation`, the torch operator made from it.
 
     A compiler that traces an autograd function passes tensors of its own classes, such as
-    FakeTensor, and needs the operator. For any other x, the function is returned, because the first
-    call of an operator imports torch's compiler, which takes a second.
+    FakeTensor, and needs the operator. For an ordinary tensor x, the function is returned, because
+    the first call of an operator imports torch's compiler, which takes a second.
     """
     return function if type(x) in (Tensor, nn.Parameter) else operation

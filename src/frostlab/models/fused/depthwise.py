@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from frostlab.devices import runs_triton
 
-LARGEST = 31  # taps; more need more registers than a lane has
+LARGEST = 31  # largest kernel size; a larger one needs more registers than a lane has
 _GRID_DEPTH = 65535  # largest size of a CUDA grid in its third dimension
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -49,9 +49,10 @@ def has_kernel(x: Tensor, weight: Tensor) -> bool:
 
 @torch.library.custom_op("frostlab::depthwise", mutates_args=())
 def depthwise(x: Tensor, taps: Tensor, bias: Tensor | None, flipped: bool) -> Tensor:
-    """Convolve x (B, T, C) with taps (kernel, C) along time; `flipped` reverses the taps.
+    """Convolve x (B, T, C) along time with taps (kernel, C), the weights of the convolution.
 
-    The taps need not have the dtype of x: under autocast they stay float32.
+    `flipped` reverses the taps. The taps need not have the dtype of x: under autocast they stay
+    float32.
     """
     from frostlab.models.fused.depthwise_kernels import convolve
 

@@ -1,10 +1,11 @@
 """Triton kernels of a depthwise convolution along time over (B, T, C), and of its gradients.
 
 A program is one warp with a block of channels, two per lane, and no lane needs the values of
-another. The taps and the sums stay in registers. Rows of the input are loaded one by one; each is
-converted to float32 once and used for all sums that need it. With 16 output rows per program and
-31 taps, a row is thus loaded by 46 / 16 = 2.9 programs on average, mostly from the caches, and not
-31 times. The loops over rows and taps are unrolled, which takes a few seconds to compile.
+another. The taps (the weights of the convolution) and the sums stay in registers. Rows of the input
+are loaded one by one; each is converted to float32 once and used for all sums that need it. With 16
+output rows per program and 31 taps, a row is thus loaded by 46 / 16 = 2.9 programs on average,
+mostly from the caches, and not 31 times. The loops over rows and taps are unrolled, which takes a
+few seconds to compile.
 """
 
 # Triton cannot unpack tuples, so they are extended with +.

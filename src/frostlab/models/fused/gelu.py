@@ -22,8 +22,8 @@ def fits(dtype: torch.dtype) -> bool:
 def gelu_of(linear: nn.Module, inputs: Tensor, approximate: str) -> Tensor:
     """Return GELU of a linear map's output, by the kernels where they can be used.
 
-    While a layer is compiled, this is torch's GELU, and `frostlab.training.step.fusion` may then
-    replace it by `gelu`.
+    While a layer is compiled, torch's GELU is called, which `frostlab.training.step.fusion` may
+    then replace by `gelu`.
     """
     device = inputs.device.type
     autocasts = torch.is_autocast_enabled(device)
@@ -68,7 +68,7 @@ def activate(x: Tensor, tanh: bool) -> Tensor:
 def differentiate(
     upstream: Tensor, x: Tensor, tanh: bool, bias_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Run the backward kernels; return the gradient of x, and its sum over all rows."""
+    """Run the backward kernels; return the gradients of x and of the bias (the sum over all rows)."""
     from frostlab.models.fused import gelu_kernels
 
     return gelu_kernels.differentiate(upstream.contiguous(), x.contiguous(), tanh, bias_dtype)

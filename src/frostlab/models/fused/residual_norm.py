@@ -22,9 +22,9 @@ WIDEST = 8192  # columns; wider rows do not fit into a program's registers
 def add_and_norm(
     x: Tensor, linear: nn.Module, inputs: Tensor, norm: nn.Module, dropout: float
 ) -> tuple[Tensor, Tensor]:
-    """Return x + dropout(linear(inputs)), and the norm of this sum.
+    """Return x + dropout(linear(inputs)), and this sum normalised.
 
-    Under autocast, the kernels return the norm in autocast's dtype, not in float32.
+    Under autocast, the kernels return the normalised sum in autocast's dtype, not in float32.
     """
     if not has_kernel(x, norm):
         added = x + F.dropout(linear(inputs), dropout)
@@ -39,9 +39,10 @@ def add_and_norm(
 
 
 def keep_and_norm(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return x and its norm.
+    """Return x, and x normalised.
 
-    If the caller goes on with the returned x, one backward kernel adds the gradients of both.
+    If the caller goes on with the returned x, one backward kernel adds the gradients of both
+    results.
     """
     if not has_kernel(x, norm):
         return x, norm(x)
@@ -65,8 +66,8 @@ def apply_linear(linear: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor | No
 def has_kernel(x: Tensor, norm: nn.Module) -> bool:
     """Return whether the kernels can take the place of a norm, whose module is then not called.
 
-    While a layer is compiled, they cannot; `frostlab.training.step.fusion` may then put them into
-    the layer's graph.
+    While a layer is compiled, the kernels cannot; `frostlab.training.step.fusion` may then put them
+    into the layer's graph.
     """
     if not on_gpu(x) or type(norm) is not nn.LayerNorm or torch.compiler.is_compiling():
         return False
@@ -99,14 +100,14 @@ def residual_norm(
     exact: bool,
     low: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return x + dropout(branch), its norm in float32, and its norm in autocast's dtype.
+    """Return the sum x + dropout(branch), and the sum normalised: in float32, in autocast's dtype.
 
-    Without a branch, the first result is x. The gradients of the results are added in one kernel,
-    so x should not be used again; use the first result. `keeps`, `exact` and `low` say which of the
-    three results, in this order, the caller uses. Without `keeps`, the first is None. If only one
-    norm is used, or without autocast, the last two are the same tensor. `bias` is the bias that the
-    branch already contains: it gets its gradient here, so the branch must have been computed with
-    `bias.detach()`.
+    Without a branch, the sum is x. Use the returned sum from then on, not x, because one kernel
+    adds the gradients of all results. `keeps`, `exact` and `low` say which of the three results, in
+    this order, the caller uses. Without `keeps`, the sum is None. If only one normalised result is
+    used, or without autocast, both are the same tensor. `weight` and `shift` are the norm's weight
+    and bias. `bias` is the bias that the branch already contains: it gets its gradient here, so the
+    branch must have been computed with `bias.detach()`.
     """
     device = x.device.type
     dtype = None

@@ -1,9 +1,10 @@
 """Triton kernels of a residual sum with a layer norm, forward and backward.
 
 A program holds one row at a time in registers, eight columns per lane. In the backward pass, it
-takes one row after another and adds up, in registers, its share of the gradients of weight, shift
-and bias, which are sums over all rows; a second kernel adds the shares in a fixed order, so that
-the result does not depend on which program was faster.
+takes one row after another and adds up, in registers, its share of three gradients that are sums
+over all rows: of the norm's weight, of the norm's bias (called shift) and of the branch's bias
+(called bias). A second kernel adds the shares in a fixed order, so that the result does not depend
+on which program was faster.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -25,7 +26,7 @@ def _forward(
     width: tl.constexpr, adds: tl.constexpr, keeps: tl.constexpr, shifts: tl.constexpr,
     writes_exact: tl.constexpr, writes_low: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Write the norm of a row of x, or of x + branch, and the row's statistics."""
+    """Normalise a row of x, or of x + branch; write it, with its mean and inverse deviation."""
     row = tl.program_id(0)
     column = tl.arange(0, block)
     inside = column < width
@@ -58,9 +59,9 @@ def _backward(
 ):  # fmt: skip
     """Write the gradients of x and of the branch; add up those of weight, shift and bias.
 
-    `by_total`, `by_exact` and `by_low` are the gradients of the sum and of the norm's two outputs.
-    `by_branch` is the gradient before the branch's dropout, so it is multiplied by the dropout's
-    mask and by `factor`, 1 / (1 − p).
+    `by_total` is the gradient of the sum, `by_exact` and `by_low` are the gradients of the two
+    normalised results (in float32 and in autocast's dtype). `by_branch` is the gradient of the
+    branch before dropout, so it is multiplied by the dropout's mask and by `factor`, 1 / (1 − p).
     """
     column = tl.arange(0, block)
     inside = column < width
@@ -121,8 +122,8 @@ def normalise(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Normalise contiguous rows of x, or of x + branch.
 
-    Return the sum (empty unless `keeps`), the norm in float32 (empty unless `exact`) and in the
-    dtype `low` (empty if None), and the mean and the inverse deviation of each row.
+    Return the sum (empty unless `keeps`), the normalised rows in float32 (empty unless `exact`) and
+    in the dtype `low` (empty if None), and the mean and the inverse deviation of each row.
     """
     width = x.shape[-1]
     count = x.numel() // width

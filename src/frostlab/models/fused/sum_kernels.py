@@ -42,7 +42,8 @@ def _add(
 def add_shares(shares: Tensor, sums: Sequence[Tensor]) -> None:
     """Add shares of shape (programs, lines, width) over the programs.
 
-    `sums` are up to three tensors of `width` elements; they receive the sums of the first lines.
+    Each line belongs to one sum, such as the gradient of a bias. `sums` are up to three tensors of
+    `width` elements; the first receives the sum of line 0, and so on.
     """
     programs, lines, width = shares.shape
     first, second, third = (sums[min(i, len(sums) - 1)] for i in range(3))

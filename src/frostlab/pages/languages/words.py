@@ -1,6 +1,6 @@
 """The words of verdicts in Chinese and Japanese, with their meanings and sentences.
 
-In a sentence, a name in braces, such as `{numbers}`, stands for a part of it (`sentences`).
+The module `sentences` replaces a name in braces, such as `{numbers}`, by a part of the sentence.
 """
 
 from dataclasses import dataclass

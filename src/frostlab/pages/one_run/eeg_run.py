@@ -146,7 +146,7 @@ def of_arms(folder: Path, runs: Mapping[str, str]) -> list[Figure]:
 
 
 def _envelopes(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the decoded and the heard envelopes by recording; empty without a file."""
+    """Return the decoded and the heard envelopes by recording; empty if their file is missing."""
     from frostlab.data.arrays import read_npz
 
     decoded, heard = (read_npz(path) if (path := folder / name).exists() else {}
@@ -222,7 +222,7 @@ def _electrodes(folder: Path, records: Records) -> list[Figure]:
 def _first_layer(folder: Path, checkpoint: str) -> tuple[Any, Path]:
     """Return the first convolution's weights and their file; None if no file has them.
 
-    Frozen weights are in a folder of their own.
+    If the layer is frozen, its weights are in a folder `frozen-…` next to the checkpoints.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -28,7 +28,7 @@ from frostlab.records.index import EVENTS, RESULT, read_run, result_of
 from frostlab.records.schema import StepEvent
 from frostlab.text import NONE, plain, short
 
-# a value of the report with one of these words in its name is a correlation
+# a metric with one of these words in its name is a correlation
 _CORRELATIONS = ("pearson", "ridge", "chance", "segment", "challenge")
 _ENDS = {
     "failed": "The run failed", "diverged": "The run diverged", "stopped": "The run was stopped",
@@ -334,10 +334,10 @@ def _stages_figure(run: OneRun, stages: list[dict[str, Any]]) -> Figure:
 
 
 def _layers_figure(run: OneRun, stages: list[dict[str, Any]]) -> Figure | None:
-    """Draw the loss if the head reads the output of a layer, for every layer where it is known.
+    """Draw the loss of the model if its head reads the output of a layer, by layer.
 
-    It is known for layers that have a loss in training and, after `frostlab exits`, for all layers.
-    If the run's metric is the perplexity, that is drawn instead of the loss.
+    This loss is known for layers that have a loss in training and, after `frostlab exits`, for all
+    layers. If the run's metric is the perplexity, the perplexity is drawn instead.
     """
     name = "perplexity" if run.metric == "perplexity" else "loss"
     points, files, split = [], [RESULT], "split that selects the checkpoint"

@@ -1,8 +1,9 @@
 """The report of several comparisons: every treatment on every data set, and the means over them.
 
-The folder is a group's folder, or a folder of comparisons and groups. Every number comes from a
-record: the evidence.json of its comparison; means.json, which is written with the report, for means
-over comparisons; or the summary.json of its group. The sources are the studies that it repeats.
+The folder is a group's folder, or a folder of comparisons and groups. A number about one comparison
+comes from the comparison's evidence.json, a mean over comparisons from means.json, which is written
+with the report, and a number about a group from the group's summary.json. The sources are the
+published studies that a group repeats.
 """
 
 from collections.abc import Sequence
@@ -140,7 +141,7 @@ def _names(members: Sequence[Member]) -> str:
 
 
 def _verdicts(several: Several) -> list[Block]:
-    """Return a table of comparisons × arms or, if `is_dense` is false, with one row per effect."""
+    """Return a table of comparisons × arms or, if that is too wide or empty, a row per effect."""
     effects = sum(len(evidence.verdicts) for _, evidence in several.finished)
     dense = is_dense(effects, len(several.finished), len(several.arms))
     rows: list[Row] = []
