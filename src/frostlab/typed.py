@@ -52,6 +52,19 @@ def parse(text: bytes | str) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
+def check_schema(values: object, known: int, where: object, advice: str = "") -> dict[str, Any]:
+    """Return the JSON object of a file of the known schema; refuse any other with one line.
+
+    `advice` ends the error about another schema.
+    """
+    if not isinstance(values, dict):
+        raise BadInput(f"{where} is not a JSON object")
+    if "schema" not in values or (version := values["schema"]) != known:
+        schema = f"schema {version!r:.40}" if "schema" in values else "no schema"
+        raise BadInput(f"{where} has {schema}, and this frostlab reads {known}{advice}")
+    return values
+
+
 def check_numbers(value: object, where: object) -> None:
     """Refuse infinite, NaN or too large numbers, and deep nesting, in JSON without a schema."""
     _check_any(value, f"{where}: ", ())

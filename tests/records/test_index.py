@@ -193,7 +193,7 @@ def test_runs_stand_by_age_and_other_folders_are_ignored(tmp_path: Path) -> None
     assert [run.name for run in list_runs(tmp_path)] == ["sooner", "later", "unstarted"]
 
 
-OTHER_SCHEMA = "{}: its records have schema 1, and this frostlab reads 7"
+OTHER_SCHEMA = "{} has schema 1, and this frostlab reads 7"
 STEP = json.dumps(step_event(1)) + "\n"
 
 
@@ -202,7 +202,7 @@ STEP = json.dumps(step_event(1)) + "\n"
     [
         ("result.json", "", "result.json is not a JSON object"),
         ("result.json", "[1]", "result.json is not a JSON object"),
-        ("result.json", "{}", "result.json: schema is missing"),
+        ("result.json", "{}", "result.json has no schema, and this frostlab reads 7"),
         ("result.json", '{"schema": 1}', OTHER_SCHEMA.format("result.json")),
         ("result.json", json.dumps(RESULT | {"zz": 3}), "result.json: zz is not a key"),
         (

@@ -21,9 +21,10 @@ from frostlab.comparison.statistics import spread
 from frostlab.comparison.verdict import Word
 from frostlab.errors import BadInput
 from frostlab.recipe.bounded_yaml import check_plain, shown_key
-from frostlab.records.schema import DataRecord, read
+from frostlab.records.schema import DataRecord
 from frostlab.storage import finite, read_json
 from frostlab.text import NONE
+from frostlab.typed import check_schema, read
 
 SCHEMA = 6  # version of evidence.json
 CONVERGED = ("steps", "epochs", "seconds")  # what a run spent until it reached a target
@@ -539,10 +540,8 @@ def read_evidence(path: Path) -> Evidence | None:
     except FileNotFoundError:
         return None
     check_plain(values, str(path), _MOST_VALUES)
-    version = values.get("schema") if isinstance(values, dict) else None
-    if version != SCHEMA:
-        has = f"has schema {version!r:.40}, and this frostlab reads {SCHEMA}"
-        raise BadInput(f"{path} {has}; write it again with frostlab judge {path.parent}")
+    advice = f"; write it again with frostlab judge {path.parent}"
+    values = check_schema(values, SCHEMA, path, advice)
     evidence = read(Evidence, values | {"plan": read_plan(values.get("plan"), path)}, path)
     _check_names(evidence, path)
     return evidence

@@ -46,11 +46,11 @@ from frostlab.recipe.load import watch_interval
 from frostlab.recipe.recipe import Scale
 from frostlab.records.folder import RunRecord
 from frostlab.records.manifest import write_manifest
-from frostlab.records.schema import read
 from frostlab.storage import check_name, write_whole
 from frostlab.text import NONE, plain
 from frostlab.training.progress import choose_screen
 from frostlab.training.stages import total_steps
+from frostlab.typed import read
 
 _QUICK_SECONDS = 60.0  # training time of all runs of a quick comparison together
 _QUICK_LEAST = 10  # fewest steps of a run in a quick comparison

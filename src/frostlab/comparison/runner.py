@@ -26,7 +26,7 @@ from frostlab.text import counted
 from frostlab.training.loop import interruptions
 from frostlab.training.progress import Nowhere, Screen
 from frostlab.training.run import RunFailed
-from frostlab.typed import read
+from frostlab.typed import check_schema, read
 
 _MOST_JOBS = 256
 _PLAN, _LOCK = "plan.json", "compare.lock"
@@ -233,10 +233,7 @@ def stored_plan(path: Path) -> StoredPlan | None:
     values = _read_value(path)
     if values is None:
         return None
-    version = values.get("schema") if isinstance(values, dict) else None
-    if version != SCHEMA:
-        raise BadInput(f"{path} is damaged, or was written by another version of frostlab")
-    return read(StoredPlan, values, path)
+    return read(StoredPlan, check_schema(values, SCHEMA, path), path)
 
 
 def plan_in(stored: StoredPlan, path: Path) -> Plan:

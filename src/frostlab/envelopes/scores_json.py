@@ -17,7 +17,7 @@ from frostlab.envelopes.challenge import (
 from frostlab.envelopes.scores import EnvelopeScores, StoredScores, close, scores_table
 from frostlab.errors import BadInput
 from frostlab.storage import read_json
-from frostlab.typed import read
+from frostlab.typed import check_schema, read
 
 SCORES = "scores.json"
 SPLITS = {  # the reported splits of EEG recordings
@@ -70,11 +70,9 @@ def read_scores(folder: Path, reported: Reported) -> tuple[Scores, dict[str, flo
     """
     path = folder / SCORES
     try:
-        file = read(ScoresFile, read_json(path), path)
+        file = read(ScoresFile, check_schema(read_json(path), _SCHEMA, path), path)
     except FileNotFoundError:
         raise BadInput(f"{path} cannot be read (No such file or directory)") from None
-    if file.schema != _SCHEMA:
-        raise BadInput(f"{path} has schema {file.schema}; this frostlab reads {_SCHEMA}")
     for name, values in file.challenge.items():
         read(ChallengeScore, values, f"{path}: challenge {name!a:.40}")
     for split, decoders in file.splits.items():

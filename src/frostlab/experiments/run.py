@@ -41,7 +41,7 @@ from frostlab.records.manifest import MANIFEST, write_manifest
 from frostlab.storage import cache_folder, finite, read_json, write_whole
 from frostlab.text import plain
 from frostlab.training.progress import choose_screen
-from frostlab.typed import read
+from frostlab.typed import check_schema, read
 
 _SCHEMA = 1  # version of group.json
 _DEFAULT_PARENT = Path("comparisons")
@@ -188,10 +188,7 @@ def _stored(folder: Path) -> _Stored | None:
         values = read_json(path)
     except FileNotFoundError:
         return None
-    version = values.get("schema") if isinstance(values, dict) else None
-    if version != _SCHEMA:
-        raise BadInput(f"{path} has schema {version!r:.40}, and this frostlab reads {_SCHEMA}")
-    return read(_Stored, values, path)
+    return read(_Stored, check_schema(values, _SCHEMA, path), path)
 
 
 def _check_folder(folder: Path, group: Group, as_published: bool) -> None:

@@ -27,7 +27,7 @@ from frostlab.experiments.plans import (
 )
 from frostlab.recipe.groups import Group, Interaction
 from frostlab.storage import read_json
-from frostlab.typed import read
+from frostlab.typed import check_schema, read
 
 SCHEMA = 1  # version of summary.json
 SUMMARY = "summary.json"
@@ -131,10 +131,7 @@ def read_summary(folder: Path) -> GroupSummary:
         values = read_json(path)
     except FileNotFoundError:
         raise BadInput(f"{folder} has no {SUMMARY} yet") from None
-    version = values.get("schema") if isinstance(values, dict) else None
-    if version != SCHEMA:
-        raise BadInput(f"{path} has schema {version!r:.40}, and this frostlab reads {SCHEMA}")
-    return read(GroupSummary, values, path)
+    return read(GroupSummary, check_schema(values, SCHEMA, path), path)
 
 
 def summarize(

@@ -19,10 +19,10 @@ from frostlab.records.schema import (
     FlowEvent,
     FlowPartsEvent,
     StartEvent,
-    read,
 )
 from frostlab.storage import finite, parse_json, read_bytes, write_whole
 from frostlab.text import plain
+from frostlab.typed import check_schema, read
 
 if TYPE_CHECKING:
     from frostlab.flow.diagnosis import DepthRatios
@@ -362,9 +362,8 @@ def _load_file(path: Path) -> Flow:
         data = parse_json(read_bytes(path), where)
     except FileNotFoundError:
         raise BadInput(f"{where}: No such file or directory") from None
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise BadInput(f"{where} is not a flow of schema {SCHEMA}; `flow.save` makes one")
-    stored = read(_StoredFlow, data, where)
+    advice = "; `flow.save` writes such a file"
+    stored = read(_StoredFlow, check_schema(data, SCHEMA, where, advice), where)
     flow = Flow(stored.model, stored.optimizer)
     flow.parts, flow.groups = stored.parts, stored.groups
     flow.moved, flow.verified, flow.caution = stored.moved, stored.verified, stored.caution

@@ -20,7 +20,7 @@ from typing import Any
 
 from frostlab.errors import BadInput, nearest
 from frostlab.storage import Lock, digest_of, finite, is_locked, read_json, write_whole
-from frostlab.typed import read
+from frostlab.typed import check_schema, read
 
 SCHEMA = 1  # version of matrix.json and state.json
 MATRICES = "matrices"
@@ -139,8 +139,9 @@ class MatrixFolder:
 
     def state(self) -> DriverState | None:
         """Return what the driver last wrote; None if it has written nothing readable."""
+        path = self.path / _STATE
         try:
-            state = read(DriverState, read_json(self.path / _STATE), self.path / _STATE)
+            state = read(DriverState, check_schema(read_json(path), SCHEMA, path), path)
         except (OSError, BadInput):
             return None
         if state.status != "finished" and not self.is_live(state):
@@ -185,10 +186,7 @@ def read_plan(path: Path) -> MatrixPlan:
         values = read_json(path)
     except FileNotFoundError:
         raise BadInput(f"{path.parent} holds no matrix: it has no {path.name}") from None
-    version = values.get("schema") if isinstance(values, dict) else None
-    if version != SCHEMA:
-        raise BadInput(f"{path} has schema {version!r:.40}, and this frostlab reads {SCHEMA}")
-    plan = read(MatrixPlan, values, path)
+    plan = read(MatrixPlan, check_schema(values, SCHEMA, path), path)
     if any(not 0 <= run.recipe < len(plan.recipes) for run in plan.runs):
         raise BadInput(f"{path}: a run names a recipe that is not in the list")
     return plan
