@@ -248,7 +248,7 @@ def test_a_run_resumed_elsewhere_is_no_pair(tmp_path: Path) -> None:
     assert why_unpaired_at(*folders) is None
     events = (folders[1] / "events.jsonl").read_text().splitlines()
     began = next(e for e in map(json.loads, events) if e["kind"] == "start")
-    machine = {key: began[key] for key in ("at", "device", "processes", "threads")}
+    machine = {key: began[key] for key in ("at", "device", "processes", "threads", "runs_at_once")}
     resumed = {"kind": "resume", "step": 99, "precision": "bfloat16", **machine}
     with (folders[1] / "events.jsonl").open("a") as file:
         file.write(json.dumps(resumed) + "\n")

@@ -120,3 +120,12 @@ def test_a_run_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert record.data.digest == record.digests.data
     assert record.data.labels == [0, 1, 2, 3]
     assert record.recipe.digest == record.result.recipe_digest == record.start.recipe_digest
+
+
+def test_events_are_parsed_in_one_place() -> None:
+    """Other modules get events, or their values, from the readers of records/folder.py."""
+    source = Path(str(fl.__file__)).parent
+    parsed = re.compile(r"""['"]\\?\{+"kind"|\bread_objects\(|\bevent_of\(""")
+    readers = {path for path in source.rglob("*.py") if parsed.search(path.read_text())}
+    homes = ("typed.py", "records/schema.py", "records/folder.py")
+    assert readers == {source / home for home in homes}

@@ -18,10 +18,9 @@ from pydantic import Field, model_validator
 from frostlab.errors import BadInput, nearest
 from frostlab.recipe.bounded_yaml import MOST_DEPTH, shown, shown_key
 from frostlab.recipe.load import recipe_from
-from frostlab.recipe.recipe import Recipe, shorten_paths
+from frostlab.recipe.recipe import Recipe, differences, shorten_paths
 from frostlab.recipe.settings import LOWER_IS_BETTER, METRICS
 from frostlab.recipe.treatment import Strict
-from frostlab.records.folder import differences
 from frostlab.storage import digest_of
 
 SCHEMA = 3  # version of plan.json

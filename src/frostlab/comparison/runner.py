@@ -19,7 +19,8 @@ from frostlab.matrix.places import Opened, Places, executor_in
 from frostlab.matrix.queue import Queue
 from frostlab.matrix.task import Task, is_done
 from frostlab.matrix.workers import InProcess, LocalWorkers, Slot
-from frostlab.records.folder import RunRecord, differences, finished_status
+from frostlab.recipe.recipe import differences
+from frostlab.records.folder import RunRecord, finished_status
 from frostlab.records.manifest import MANIFEST, QUEUE, problems_in
 from frostlab.storage import Lock, finite, read_json, write_whole
 from frostlab.text import counted

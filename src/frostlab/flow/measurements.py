@@ -18,6 +18,7 @@ from frostlab.records.schema import (
     Event,
     FlowEvent,
     FlowPartsEvent,
+    ResumeEvent,
     StartEvent,
 )
 from frostlab.storage import finite, parse_json, read_bytes, write_whole
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from frostlab.flow.judge import PartVerdict, Rules
 
 SCHEMA = 1  # version of the file that `Flow.save` writes
+# the kinds of events that tell the flow of a run
+_OF_FLOW = (StartEvent, ResumeEvent, EvaluationEvent, FlowPartsEvent, FlowEvent)
 QUANTITIES = {
     "gradient": "norm of the gradient that the optimizer got, after unscaling and clipping",
     "before_clip": "norm of the gradient before clipping, where it was measured",
@@ -311,7 +314,7 @@ def load_flow(run_or_path: RunRecord | str | Path, stage: str | None = None) -> 
 def flows_of(folder: str | Path) -> dict[str, Flow]:
     """Return the flow of each watched stage of a finished or running run, by stage name."""
     path = Path(folder)
-    events = effective(read_events(path / "events.jsonl", ("step", "epoch", "checkpoint")))
+    events = effective(read_events(path / "events.jsonl", *_OF_FLOW))
     if not events:
         raise BadInput(f"load_flow: {path} is not a run: it has no events")
     where = f"load_flow: the flow in {path}/events.jsonl"

@@ -251,3 +251,15 @@ class Recipe(Strict):
             values["treatment"] = SAME.get(self.treatment, self.treatment)
         text = json.dumps(values, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def differences(left: Any, right: Any, path: str = "") -> list[str]:
+    """Return the dotted keys at which two recipes differ, except `about`, the description."""
+    if not (isinstance(left, dict) and isinstance(right, dict)):
+        return [] if left == right else [path]
+    keys = [key for key in {**left, **right} if (path or key != "about")]
+    return [
+        difference
+        for key in keys
+        for difference in differences(left.get(key), right.get(key), f"{path}.{key}".strip("."))
+    ]

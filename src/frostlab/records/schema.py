@@ -8,8 +8,9 @@ only by some runs. In comments, `null` is Python's None, `s` seconds and `ms` mi
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from frostlab.data.split_record import Label, SplitRecord, splits_markdown
 from frostlab.errors import BadInput
@@ -578,11 +579,14 @@ def read_result(text: bytes | str, where: object) -> Result:
 def read_event(line: bytes | str, where: object) -> Event | None:
     """Parse a line as an event; return None for a truncated line, which is not a JSON object."""
     values = parse(line)
-    if values is None:
-        return None
-    kind = values.pop("kind", None)
+    return None if values is None else event_of(values, where)
+
+
+def event_of(values: Mapping[str, Any], where: object) -> Event:
+    """Convert the values of a line to an event, or refuse them with a one-line error."""
+    kind = values.get("kind")
     if kind == "start":
         check_schema(values, SCHEMA, where)
     if not isinstance(kind, str) or kind not in EVENTS:
         raise BadInput(f"{where}: kind should be one of {', '.join(EVENTS)}, but is {kind!r:.60}")
-    return read(EVENTS[kind], values, where)
+    return read(EVENTS[kind], {key: values[key] for key in values if key != "kind"}, where)
