@@ -11,14 +11,15 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from frostlab.errors import BadInput, nearest
-from frostlab.recipe.bounded_yaml import MOST_DEPTH, shown, shown_key
+from frostlab.recipe.bounded_yaml import shown, shown_key
 from frostlab.recipe.load import recipe_from
-from frostlab.recipe.recipe import Recipe, differences, shorten_paths
+from frostlab.recipe.recipe import Recipe, differences, set_nested, shorten_paths
 from frostlab.recipe.settings import LOWER_IS_BETTER, METRICS
 from frostlab.recipe.treatment import Strict
 from frostlab.storage import digest_of
@@ -320,11 +321,25 @@ class Plan(Strict):
 
     def recipe_of(self, arm: Arm, seed: int, tuned: Mapping[str, float] | None = None) -> Recipe:
         """Return the recipe of an arm's run with a seed and, if given, with tuned settings."""
-        values = copy.deepcopy(self.recipe)
-        values["treatment"], values["seed"] = arm.treatment, seed
-        for key, value in (*copy.deepcopy(arm.set).items(), *(tuned or {}).items()):
-            set_nested(values, key, value)
-        return recipe_from(values, source=f"arm {arm.name}")
+        key = arm.model_dump_json(), seed, tuple((tuned or {}).items())
+        if key not in self._recipes:
+            values = copy.deepcopy(self.recipe)
+            values["treatment"], values["seed"] = arm.treatment, seed
+            for name, value in (*copy.deepcopy(arm.set).items(), *(tuned or {}).items()):
+                set_nested(values, name, value)
+            self._recipes[key] = recipe_from(values, source=f"arm {arm.name}")
+        return self._recipes[key]
+
+    @cached_property
+    def _recipes(self) -> dict[tuple[Any, ...], Recipe]:
+        """The recipes made so far, since `recipe_of` is often asked for the same ones."""
+        return {}
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy, whose recipes may be others."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("_recipes", None)
+        return copied
 
     def changed(
         self,
@@ -547,32 +562,6 @@ def check_settings_exist(
         if key not in names:
             hint = f"; did you mean `{by_last[key]}`?" if key in by_last else nearest(key, names)
             raise BadInput(f"{option} {shown_key(key)}: no setting has this name{hint}")
-
-
-def set_nested(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set the dotted key `a.b` in nested values, or `a.0.b` in an existing item of a list."""
-    *path, last = key.split(".")
-    if len(path) >= MOST_DEPTH:
-        raise BadInput(f"{shown_key(key)} is nested too deeply; {MOST_DEPTH} levels is the most")
-    inner: Any = values
-    for name in path:
-        inner = (
-            inner[_index(inner, name, key)]
-            if isinstance(inner, list)
-            else (inner.setdefault(name, {}))
-        )
-        if not isinstance(inner, dict | list):
-            raise BadInput(f"{shown_key(key)}: {shown_key(name)} has no settings below it")
-    inner[_index(inner, last, key) if isinstance(inner, list) else last] = value
-
-
-def _index(items: list[Any], name: str, key: str) -> int:
-    """Return `name`, a part of the dotted key `key`, as an index of a list."""
-    if not (name.isascii() and name.isdecimal() and len(name) < 10) or int(name) >= len(items):
-        raise BadInput(
-            f"{shown_key(key)}: {shown_key(name)} is not an index of a list of {len(items)} items"
-        )
-    return int(name)
 
 
 def _section(key: str) -> str:

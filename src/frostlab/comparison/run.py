@@ -9,7 +9,7 @@ import copy
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,7 +59,7 @@ _DEFAULT_PARENT = Path("comparisons")
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """A finished comparison, read from its folder."""
+    """A finished comparison, read from its folder; its evidence is read once, when first needed."""
 
     folder: Path
 
@@ -96,7 +96,7 @@ class Comparison:
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder))  # a str is accepted too
 
-    @property
+    @cached_property
     def evidence(self) -> Evidence:
         """Everything that was measured and decided."""
         evidence = read_evidence(self.folder / "evidence.json")

@@ -9,7 +9,7 @@ data to evaluate the runs on, the scores on them (further.json).
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +64,12 @@ class GroupResult:
             states = ["no summary yet"]
         return plain(f"GroupResult({self.folder}: {', '.join(states)})")
 
-    @property
+    @cached_property
     def summary(self) -> GroupSummary:
         """The results of every comparison and arm, with those of the published studies."""
         return read_summary(self.folder)
 
-    @property
+    @cached_property
     def comparisons(self) -> dict[str, Comparison]:
         """The finished comparisons by name."""
         return {
