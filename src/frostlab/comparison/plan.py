@@ -49,28 +49,24 @@ Look = Annotated[int, Field(gt=0, le=MOST_LOOKS)]
 class Rules(Strict):
     """The metric that is compared, and the conditions for calling an arm better or worse.
 
-    `log` means that values are compared as ratios, on the log scale. `alpha` is the probability of
-    a false alarm that is allowed in all statements together. `timed` means that statements about
-    time take a part of alpha. `minimum_effect` is the smallest effect of interest, in the metric's
-    unit or, on the log scale, as a ratio − 1. `margin` is the largest acceptable cost against the
-    baseline: a factor for perplexity and other ratios, a factor of 1 − metric for accuracies and F1
-    (1.1: 10 % more errors), else a difference.
-
     A look is one analysis of the results, and spends a part of alpha: the false-alarm rate that it
-    is allowed. `looks` is the planned number of looks, `look` is the number of the current look,
-    counted from 1, and `spent` is the part of alpha that earlier looks spent.
+    is allowed.
     """
 
-    metric: Annotated[str, Field(min_length=1)]
-    lower_is_better: bool
-    log: bool = False
+    metric: Annotated[str, Field(min_length=1)]  # the metric that decides the verdicts
+    lower_is_better: bool  # whether lower values of the metric are better
+    log: bool = False  # whether values are compared as ratios, on the log scale
+    # probability of a false alarm that is allowed in all statements together
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+    # smallest effect of interest, in the metric's unit or, on the log scale, as a ratio − 1
     minimum_effect: Annotated[float, Field(gt=0)] | None = None
+    # largest acceptable cost against the baseline: a factor for perplexity and other ratios, a
+    # factor of 1 − metric for accuracies and F1 (1.1: 10 % more errors), else a difference
     margin: Annotated[float, Field(gt=0)] | None = None
-    timed: bool = False
-    looks: Look = 1
-    look: Look = 1
-    spent: Annotated[float, Field(ge=0)] = 0.0
+    timed: bool = False  # whether statements about time take a part of alpha
+    looks: Look = 1  # planned number of looks
+    look: Look = 1  # number of the current look, counted from 1
+    spent: Annotated[float, Field(ge=0)] = 0.0  # the part of alpha that earlier looks spent
 
     @property
     def level(self) -> float:
@@ -233,15 +229,16 @@ class Arm(Strict):
     tunes it.
     """
 
+    # unique in the plan
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.+-]*$", max_length=100)]
-    treatment: str | dict[str, Any]
+    treatment: str | dict[str, Any]  # name of a treatment, or its settings
     set: dict[str, Any] = Field(default_factory=dict)  # by dotted key, such as optim.lr
 
 
 class Tune(Strict):
     """A setting that is tuned for each arm, with the same grid for all and the plan's seeds."""
 
-    key: Annotated[str, Field(pattern=r"^\w+(\.\w+)*$", max_length=100)] = "optim.lr"
+    key: Annotated[str, Field(pattern=r"^\w+(\.\w+)*$", max_length=100)] = "optim.lr"  # dotted key
     values: Annotated[tuple[float, ...], Field(min_length=2, max_length=MOST_RUNS)]  # the grid
 
     @model_validator(mode="after")
@@ -257,10 +254,10 @@ class Contrast(Strict):
     `of: gain` compares how much each arm improves from its first stage to its last.
     """
 
-    question: str
-    arm: str
-    against: str
-    of: Literal["value", "gain"] = "value"
+    question: str  # in words
+    arm: str  # name of the first arm
+    against: str  # name of the second arm
+    of: Literal["value", "gain"] = "value"  # the metric, or its gain
 
 
 class TimingPlan(Strict):
@@ -273,16 +270,17 @@ class TimingPlan(Strict):
 class Plan(Strict):
     """Every decision about a comparison."""
 
-    name: str
+    name: str  # name of the comparison
     about: str = ""  # what is compared; comparison.md and the report show this text
     recipe: dict[str, Any]  # settings that all arms share
+    # the baseline and the others, in order of the tables
     arms: Annotated[tuple[Arm, ...], Field(max_length=MOST_ARMS)]
-    seeds: Annotated[tuple[int, ...], Field(max_length=MOST_RUNS)]
-    rules: Rules
+    seeds: Annotated[tuple[int, ...], Field(max_length=MOST_RUNS)]  # each arm has one run per seed
+    rules: Rules  # the metric, and when an arm is better or worse
     tune: tuple[Tune, ...] = ()  # tuned together, in all combinations of their values
     allow_confounds: tuple[str, ...] = ()  # settings that may differ; the verdict says so
     vary: tuple[str, ...] = ()  # settings that are compared like treatments, such as stages
-    contrasts: tuple[Contrast, ...] = Field(default=(), max_length=1000)
+    contrasts: tuple[Contrast, ...] = Field(default=(), max_length=1000)  # further questions
     rounds: Annotated[int, Field(ge=0, le=MOST_RUNS)] = 0  # extra runs per arm, only to time them
     clock: TimingPlan | None = TimingPlan()  # None: steps are not timed
     assay: bool = False  # whether to check that the baseline with half its steps is found worse

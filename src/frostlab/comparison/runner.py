@@ -223,10 +223,10 @@ def _duration(seconds: float) -> str:
 class StoredPlan:
     """The content of plan.json."""
 
-    schema: int
-    plan: dict[str, Any]
+    schema: int  # `plan.SCHEMA` when it was written
+    plan: dict[str, Any]  # the keys of `Plan`
     planned: float  # when the plan was written first, in seconds since 1970
-    looks: list[Look]
+    looks: list[Look]  # the looks so far, oldest first
 
 
 def stored_plan(path: Path) -> StoredPlan | None:

@@ -56,7 +56,7 @@ def scores_file(
 class ScoresFile:
     """The contents of scores.json."""
 
-    schema: int
+    schema: int  # `_SCHEMA` when it was written
     best: dict[str, float]  # split → an upper bound on the correlation r of any decoder
     splits: dict[str, dict[str, Any]]  # split → decoder → its scores
     challenge: dict[str, Any]  # decoder → its `ChallengeScore`

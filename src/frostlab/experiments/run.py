@@ -174,9 +174,9 @@ def run_group(
 class _Stored:
     """The content of group.json."""
 
-    schema: int
-    name: str
-    as_published: bool
+    schema: int  # `_SCHEMA` when it was written
+    name: str  # name of the group
+    as_published: bool  # whether the settings are those of the sources
     group: dict[str, Any]  # the keys of the group's file
     folder: str | None  # absolute path of the file's folder; None if the group is shipped
 

@@ -37,10 +37,10 @@ class PlannedRun:
     name: str  # of its folder
     id: str  # the experiment's id, or the recipe's name with its settings
     phase: str  # the group, or the matrix's name
-    data: str
+    data: str  # name of its data
     method: str  # the treatment
-    seed: int
-    metric: str
+    seed: int  # the seed of its recipe
+    metric: str  # the metric that selects its checkpoint
     recipe: int  # index in `MatrixPlan.recipes`
     optional: bool = False  # whether the published studies only suggest it
     baseline: str | None = None  # name of the run that it is compared with; null: none
@@ -51,12 +51,12 @@ class PlannedRun:
 class MatrixPlan:
     """The content of matrix.json."""
 
-    schema: int
-    name: str
+    schema: int  # `SCHEMA` when it was written
+    name: str  # name of the matrix
     source: str  # the group or file that it was made from
     planned: float  # s since 1970
-    data_dir: str | None
-    runs: list[PlannedRun]
+    data_dir: str | None  # folder of the data sets; null: the default
+    runs: list[PlannedRun]  # in the order of the queue
     recipes: list[dict[str, Any]]  # without their seeds
 
     @property
@@ -76,18 +76,18 @@ class RunState:
     state: str  # running, pending, failed, stopped, crashed, refused or missing
     place: str | None = None  # device, node or job
     began: float | None = None  # s since 1970
-    attempts: int = 1
-    error: str | None = None
+    attempts: int = 1  # how often the driver began it
+    error: str | None = None  # why it failed, in one line; null if it did not
 
 
 @dataclass(frozen=True)
 class DriverState:
     """The content of state.json."""
 
-    schema: int
+    schema: int  # `SCHEMA` when it was written
     status: str  # running, waiting, stopping, stopped, finished
-    pid: int
-    host: str
+    pid: int  # id of the driver's process
+    host: str  # name of its machine
     began: float  # s since 1970
     updated: float  # s since 1970
     places: str  # the devices, or the cluster
@@ -247,8 +247,8 @@ class Holder:
     """The driver that holds the lock of a folder of runs."""
 
     name: str  # of its matrix
-    pid: int
-    host: str
+    pid: int  # id of its process
+    host: str  # name of its machine
 
 
 def holder_of(runs: Path) -> Holder | None:

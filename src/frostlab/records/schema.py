@@ -143,10 +143,10 @@ class Series:
     """Statistics of one quantity over a run; null if there is no sample."""
 
     n: int  # number of samples
-    mean: float | None
-    min: float | None
+    mean: float | None  # arithmetic mean
+    min: float | None  # smallest
     p50: float | None  # median
-    max: float | None
+    max: float | None  # largest
 
 
 @dataclass(frozen=True)

@@ -64,31 +64,31 @@ _WAIT = 60.0  # seconds to wait for another process that saves to the same folde
 class TensorFile:
     """The file with the tensors of a delta."""
 
-    file: str
-    sha256: str
+    file: str  # its name in the folder
+    sha256: str  # checksum of the file
 
 
 @dataclass(frozen=True)
 class FrozenPart:
     """The record of a frozen part, by which its values are recognised or regenerated."""
 
-    fingerprint: list[float]
-    origin: Origin | None
+    fingerprint: list[float]  # numbers that identify the values, up to rounding
+    origin: Origin | None  # how to make the values again; null if that is unknown
 
 
 @dataclass(frozen=True)
 class Manifest:
     """The contents of delta.json."""
 
-    schema: int
+    schema: int  # `SCHEMA` when it was written
     frostlab: str  # version that wrote the delta
     model: str  # class of the model
     architecture: dict[str, list[list[int]]]  # part → its shape and its heads
-    trainable: list[str]
-    buffers: list[str]
-    frozen: dict[str, FrozenPart]
+    trainable: list[str]  # names of the trainable parts
+    buffers: list[str]  # names of the stored buffers
+    frozen: dict[str, FrozenPart]  # part → how to recognise it
     statistics: dict[str, list[float]]  # frozen buffer → its fingerprint
-    tensors: TensorFile
+    tensors: TensorFile  # the file of the tensors
 
 
 @dataclass(frozen=True)
