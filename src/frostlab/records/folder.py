@@ -1,4 +1,4 @@
-"""Run folders: `RunFolder` writes one, and `RunRecord` reads it as typed records.
+"""Run folders: `RunFolder` writes one, `RunRecord` and the readers of events read it, typed.
 
 Only one process at a time can open a `RunFolder`. A `RunFolder` appends events, and writes other
 files atomically, so that they are complete or absent.
