@@ -65,6 +65,15 @@ def step_event(step: int, **changes: Any) -> dict[str, Any]:
     } | changes  # fmt: skip
 
 
+def stage_event(step: int, **changes: Any) -> dict[str, Any]:
+    """The beginning of a stage."""
+    return {
+        "kind": "stage", "at": 100.0 + step, "step": step, "name": "2", "steps": 9,
+        "patience": None, "train": None, "freeze": [], "changed": [], "added": [], "trainable": 1,
+        "total": 1, "lr": 0.1, "supervise": None, "best_before": None,
+    } | changes  # fmt: skip
+
+
 def evaluation_event(step: int, metrics: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """An evaluation on the tune split."""
     return {

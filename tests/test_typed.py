@@ -1,12 +1,15 @@
 """Records are read as their schema says, or refused by the key that does not fit."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
+from frostlab import typed
 from frostlab.errors import BadInput
-from frostlab.typed import read
+from frostlab.typed import check_schema, read
 
 
 @dataclass(frozen=True)
@@ -69,3 +72,23 @@ def test_what_does_not_fit_is_named(change: dict[str, object], message: str) -> 
 def test_something_else_than_an_object() -> None:
     with pytest.raises(BadInput, match="^result.json: it should be an object, but is None$"):
         read(Outer, None, "result.json")
+
+
+def test_a_file_of_another_schema_is_refused_with_both_schemas() -> None:
+    assert check_schema({"schema": 3}, 3, "plan.json") == {"schema": 3}
+    for values, message in (
+        ({"schema": 2}, "plan.json has schema 2, and this frostlab reads 3; make it again"),
+        ({"schema": "3\n"}, r"plan.json has schema '3\\n', and this frostlab reads 3; make"),
+        ({}, "plan.json has no schema, and this frostlab reads 3; make it again"),
+        ([], "plan.json is not a JSON object$"),
+        (None, "plan.json is not a JSON object$"),
+    ):
+        with pytest.raises(BadInput, match=f"^{message}"):
+            check_schema(values, 3, "plan.json", "; make it again")
+
+
+def test_no_other_module_compares_schemas() -> None:
+    source = Path(str(typed.__file__)).parent
+    own = r"""get\("(schema|format)"|\["(schema|format)"\]|\bschema [!=]= |this frostlab reads"""
+    others = [path for path in source.rglob("*.py") if path != source / "typed.py"]
+    assert not [str(path) for path in others if re.search(own, path.read_text())]

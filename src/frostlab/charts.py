@@ -149,7 +149,7 @@ def _with_own_opacity(shape: re.Match[str]) -> str:
 
 
 def page_svg(drawing: str, name: str) -> Markup:
-    """Return SVG that `still` has drawn for a page, in the page's colours of text and background."""
+    """Return SVG that `still` has drawn, in the colours of the page's text and background."""
     drawing = drawing.replace('fill="white"', 'fill="transparent"', 1)  # the background comes first
     return checked_svg(drawing.replace(f'"{_INK}"', '"currentColor"'), name)
 

@@ -8,13 +8,14 @@ fail later.
 import dataclasses
 import math
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from frostlab.errors import BadInput, nearest
-from frostlab.storage import parse_json
+from frostlab.storage import parse_json, read_lines
 
 Schema = TypeVar("Schema")
 
@@ -28,6 +29,7 @@ _WORDS = {  # names of JSON types in error messages
 _WHOLE = 2**63  # a whole number n should have -_WHOLE <= n < _WHOLE
 _NUMBERS = (int, float)
 _DEPTH = 32  # the most levels of lists and objects in a value that has no schema
+_BATCH = 1 << 14  # bytes of lines that are parsed at once
 _KEY = 80  # the most characters of a key in an error message
 
 
@@ -50,6 +52,61 @@ def parse(text: bytes | str) -> dict[str, Any] | None:
     except BadInput:
         return None
     return values if isinstance(values, dict) else None
+
+
+def read_objects(
+    path: Path, skipped: tuple[bytes, ...] = ()
+) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield the number and the values of each line of a file with one JSON object per line.
+
+    The values are None if the line is not a JSON object. Lines with a skipped beginning are left
+    out without parsing them, which takes most of the time, and so is a last line that is truncated.
+    """
+    for batch in _batches(path, skipped):
+        yield from zip([number for number, _ in batch], _parsed(batch), strict=True)
+
+
+def _batches(path: Path, skipped: tuple[bytes, ...]) -> Iterator[list[tuple[int, bytes]]]:
+    """Yield the numbers and the texts of several lines at once, also those before a bad line."""
+    batch: list[tuple[int, bytes]] = []
+    size, problem = 0, None
+    try:
+        for number, line in enumerate(read_lines(path), 1):
+            if line.startswith(skipped) or not line.endswith(b"\n"):
+                continue
+            batch.append((number, line))
+            size += len(line)
+            if size > _BATCH:
+                yield batch
+                batch, size = [], 0
+    except BadInput as error:
+        problem = error
+    yield batch
+    if problem is not None:
+        raise problem
+
+
+def _parsed(batch: Sequence[tuple[int, bytes]]) -> list[dict[str, Any] | None]:
+    """Return the values of each line; parse all at once, which is faster, if none is damaged."""
+    lines = [line for _, line in batch]
+    with suppress(BadInput):
+        values = parse_json(b"[" + b",".join(lines) + b"]", "")
+        if len(values) == len(lines) and set(map(type, values)) <= {dict}:
+            return cast("list[dict[str, Any] | None]", values)
+    return [parse(line) for line in lines]
+
+
+def check_schema(values: object, known: int, where: object, advice: str = "") -> dict[str, Any]:
+    """Return the JSON object of a file of the known schema; refuse any other with one line.
+
+    `advice` ends the error about another schema.
+    """
+    if not isinstance(values, dict):
+        raise BadInput(f"{where} is not a JSON object")
+    if "schema" not in values or (version := values["schema"]) != known:
+        schema = f"schema {version!r:.40}" if "schema" in values else "no schema"
+        raise BadInput(f"{where} has {schema}, and this frostlab reads {known}{advice}")
+    return values
 
 
 def check_numbers(value: object, where: object) -> None:

@@ -51,7 +51,7 @@ def test_a_misfit_is_refused_by_key(
 
 @pytest.mark.parametrize("values", [None, [], 3])
 def test_other_json_is_refused(values: Any, tmp_path: Path) -> None:
-    with pytest.raises(fl.BadInput, match="has schema None"):
+    with pytest.raises(fl.BadInput, match="is not a JSON object"):
         read_evidence(written(values, tmp_path))
 
 

@@ -10,10 +10,11 @@ import frostlab as fl
 from comparing import SMALL
 from frostlab.comparison.gather import _correct_predictions
 from frostlab.comparison.load import make_plan
-from frostlab.comparison.plan import alpha_spent, set_nested
+from frostlab.comparison.plan import alpha_spent
 from frostlab.comparison.run import _stored_tuning
 from frostlab.comparison.runner import ComparisonFolder, Runner
 from frostlab.comparison.tuning import run_trials
+from frostlab.recipe.recipe import set_nested
 
 
 def planned(**changes: Any) -> Any:

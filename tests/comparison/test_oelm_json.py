@@ -13,7 +13,7 @@ import torch
 
 import frostlab as fl
 from comparing import compare, plan
-from frostlab.comparison.evidence import Evidence, StepTiming, TimedArm
+from frostlab.comparison.evidence import Evidence, MachineLoad, StepTiming, TimedArm
 from frostlab.comparison.oelm_json import (
     _duration,
     answers,
@@ -25,6 +25,9 @@ from frostlab.comparison.oelm_json import (
     timing_json,
 )
 from frostlab.records.folder import RunRecord
+from frostlab.records.schema import TelemetrySummary
+from frostlab.typed import read
+from run_made import TELEMETRY
 
 # The layout of the study's files, with its examples of the form of every value.
 COMPARISON = json.loads("""
@@ -91,7 +94,8 @@ def timed(evidence: Evidence, **changes: Any) -> Evidence:
     }  # fmt: skip
     timing = StepTiming(
         evidence.baseline, arms, arms[evidence.baseline], False, ("too few builds",), (), 4,
-        2, 1, 2, 3.0, "time", 0.01, "cpu", {}, {},
+        2, 1, 2, 3.0, "time", 0.01, "cpu", {},
+        MachineLoad(2, 0.5, None, read(TelemetrySummary, TELEMETRY, "telemetry")),
     )  # fmt: skip
     return replace(evidence, timing=timing, **changes)
 

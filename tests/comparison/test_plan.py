@@ -173,3 +173,18 @@ def test_an_assay_needs_runs_without_stages() -> None:
     assert plan(assay=True).assay
     with pytest.raises(fl.BadInput, match="which is not possible with stages"):
         make_plan(GROWN | {"assay": True})
+
+
+def test_a_recipe_is_made_once_for_each_plan() -> None:
+    first, second = make_plan(LAYERS), make_plan(LAYERS)
+    baseline, arm = first.baseline, first.others[0]
+    recipe = first.recipe_of(arm, 0)
+    assert first.recipe_of(arm.model_copy(), 0) is recipe
+    assert first.recipe_of(arm, 1).seed == 1
+    assert first.recipe_of(arm, 0, {"optim.lr": 0.25}).optim.lr == 0.25
+    assert first.recipe_of(baseline, 0) != recipe
+    assert (first, first.digest, repr(first)) == (second, second.digest, repr(second))
+    values = {**first.recipe, "optim": {"lr": 0.125}}
+    copied = first.model_copy(update={"recipe": values})
+    assert copied.recipe_of(baseline, 0).optim.lr == 0.125
+    assert first.recipe_of(arm, 0) is recipe

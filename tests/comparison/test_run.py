@@ -25,6 +25,8 @@ def test_a_comparison_is_read_from_a_folder_by_name(made: fl.Comparison) -> None
     again = fl.Comparison(str(made.folder))  # type: ignore[arg-type]
     assert again == made
     assert again.page == made.folder / "comparison.md"
+    assert again.evidence is again.evidence, "it is read once"
+    assert again.verdicts is again.evidence.verdicts
 
 
 def test_a_frame_has_a_row_a_run(made: fl.Comparison) -> None:

@@ -175,7 +175,7 @@ def test_a_group_of_somebody_else_stays_inside_its_folder(
     with pytest.raises(fl.BadInput, match="the comparison's name '../outside' should be a plain"):
         judge_group(folder)
     for text, message in (
-        ("[]", "has schema None, and this frostlab reads 1"),
+        ("[]", "is not a JSON object"),
         (json.dumps(values | {"name": 3}), "name should be a text"),
         (json.dumps(values | {"group": {"fair": {}}}), "group.json: about is missing"),
     ):

@@ -185,7 +185,7 @@ def test_a_damaged_summary_is_refused_in_one_line(fair: fl.GroupResult, tmp_path
     path = tmp_path / "summary.json"
     for text, message in (
         ("{", "is not valid JSON"),
-        ("[]", "has schema None, and this frostlab reads 1"),
+        ("[]", "is not a JSON object"),
         ('{"schema": 2}', "has schema 2, and this frostlab reads 1"),
         (json.dumps(fair.summary.to_dict() | {"group": 3}), "group should be a text"),
     ):

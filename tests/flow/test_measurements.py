@@ -68,7 +68,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         (lambda: flow.save(tmp_path / "no" / "flow.json"), "does not exist"),
         (lambda: fl.load_flow(tmp_path / "none.json"), "No such file"),
         (lambda: fl.load_flow(text), "x.json is not valid JSON"),
-        (lambda: fl.load_flow(other), "is not a flow of schema 1"),
+        (lambda: fl.load_flow(other), "has schema 9, and this frostlab reads 1; `flow.save`"),
         (lambda: fl.load_flow(half), "z.json: moved is missing"),
         (lambda: fl.load_flow(half, "train"), "is not a run, so it has no stage `train`"),
         (lambda: fl.load_flow(fl.RunRecord(tmp_path / "none")), "none is not a run"),

@@ -20,6 +20,7 @@ from frostlab.comparison.evidence import (
     Effect,
     Evidence,
     Limit,
+    MachineLoad,
     Made,
     Parameters,
     PredictionTest,
@@ -41,7 +42,9 @@ from frostlab.comparison.evidence import (
 from frostlab.comparison.load import make_plan
 from frostlab.comparison.plan import Plan
 from frostlab.data.split_record import SplitRecord
-from frostlab.records.schema import DataRecord
+from frostlab.records.schema import DataRecord, TelemetrySummary
+from frostlab.typed import read
+from run_made import TELEMETRY
 
 _EFFECT = Effect(2, False, 0.05, 0.1, -0.1, 0.3, 0.2, 0.1)
 _MADE = Made("p", "d", None, "r", "2024-01-01", "2024-01-02", "a machine", {"torch": "2.13"},
@@ -115,7 +118,7 @@ def _timing() -> StepTiming:
     return StepTiming(
         "baseline", {name: _timed(name == "baseline") for name in ("baseline", "oelm")},
         _timed(False), True, (), ("busy",), 4, 2, 1, 2, 3.0, "time", 0.01, "cpu", {"halves": 1.0},
-        {"cores": 2.0},
+        MachineLoad(2, 0.5, None, read(TelemetrySummary, TELEMETRY, "telemetry")),
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from frostlab.matrix.plan import matrix_plan
 from frostlab.matrix.show import _totals, overview_rows, overview_table
 from frostlab.matrix.status import _progress, _seconds_left, read_status
 from frostlab.matrix.store import DriverState, MatrixFolder, RunState, driving
+from run_made import SHAPE, stage_event, step_event, write_events
 from tiny import tiny
 
 
@@ -104,17 +105,17 @@ def test_a_running_run_shows_its_step_speed_and_time_left(store: Path, tmp_path:
 
 def test_the_steps_are_those_of_the_stage_that_runs(tmp_path: Path) -> None:
     """Also if the stage has written many events."""
-    events: list[dict[str, Any]] = [
-        {"kind": "stage", "step": 0, "steps": 100}, {"kind": "stage", "step": 100, "steps": 99_000},
-    ]  # fmt: skip
+    events = [stage_event(0, steps=100), stage_event(100, steps=99_000)]
     events += [
-        {"kind": "step", "step": step, "loss": [1.0] * 9 + [step / 2], "ms": [5.0] * 10}
+        step_event(step, loss=[1.0] * 9 + [step / 2], ms=[5.0] * 10)
         for step in range(110, 90_110, 10)
     ]
+    write_events(tmp_path, *events)
     path = tmp_path / "events.jsonl"
-    path.write_text("".join(f"{json.dumps(event)}\n" for event in events))
     assert path.stat().st_size > 1 << 20
     assert _progress(path) == (90_100, 99_100, 45_050.0, 200.0)
+    write_events(tmp_path, *events, {"kind": "resume", "at": 1.0, "step": 50_000, **SHAPE})
+    assert _progress(path) == (50_000, 99_100, 25_000.0, 200.0), "the run takes the rest again"
 
 
 def test_the_overview_has_the_columns_of_the_mission_and_the_gap(store: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from frostlab import typed
 from frostlab.errors import BadInput
 from frostlab.pages import curves
 from frostlab.pages.compared import document
@@ -105,8 +106,8 @@ def test_the_times_of_the_warm_up_are_left_out(tmp_path: Path) -> None:
 
 def test_only_the_needed_kinds_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = []
-    whole = curves._parsed
-    monkeypatch.setattr(curves, "_parsed", lambda lines: parsed.extend(lines) or whole(lines))
+    whole = typed._parsed
+    monkeypatch.setattr(typed, "_parsed", lambda lines: parsed.extend(lines) or whole(lines))
     noise = [{"kind": kind, "step": 1} for kind in ("flow", "checkpoint", "note", "epoch")] * 50
     curve = read_curve(write(tmp_path / "run", *noise, step_event(1, [1.0]), *noise))
     assert curve is not None
@@ -150,18 +151,18 @@ def test_a_run_without_events_has_no_curve(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "event",
+    ("event", "reason"),
     [
-        {"kind": "step", "step": 1},
-        {"kind": "step", "step": "two", "first": 1, "loss": [], "ms": [], "warmup": 0},
-        step_event(1, [1.0], loss=["x"]),
-        {"kind": "evaluation", "step": 1, "epoch": 1, "total_seconds": 1, "metrics": []},
-        {"kind": "resume"},
+        ({"kind": "step", "step": 1}, " is not a valid event"),
+        (step_event(1, [1.0], step="two"), ": step should be a whole number, but is 'two'"),
+        (step_event(1, [1.0], loss=["x"]), " is not a valid event"),
+        (evaluation(1, 0.5, metrics=[]), " is not a valid event"),
+        ({"kind": "resume"}, ": step should be a whole number, but is None"),
     ],
 )
-def test_a_damaged_event_is_named(tmp_path: Path, event: dict[str, Any]) -> None:
+def test_a_damaged_event_is_named(tmp_path: Path, event: dict[str, Any], reason: str) -> None:
     folder = write(tmp_path / "run", step_event(1, [1.0]), event)
-    with pytest.raises(BadInput, match=r"events.jsonl line 2 is not a valid event") as error:
+    with pytest.raises(BadInput, match=f"events.jsonl line 2{reason}$") as error:
         read_curve(folder)
     assert "\n" not in str(error.value)
 

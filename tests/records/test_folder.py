@@ -2,8 +2,10 @@
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,21 @@ from hypothesis import strategies as st
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.records import SCHEMA
 from frostlab.records import folder as folders
-from frostlab.records.folder import RunFolder, RunRecord, effective, given_folder, own_folder
+from frostlab.records.folder import (
+    LatestEvents,
+    RunFolder,
+    RunRecord,
+    effective,
+    effective_values,
+    given_folder,
+    own_folder,
+    read_events,
+)
 from frostlab.records.schema import (
     EVENTS,
     EvaluationEvent,
     Event,
+    NoteEvent,
     ResumeEvent,
     StartEvent,
     StepEvent,
@@ -90,17 +102,29 @@ def test_events_that_a_resume_repeated_are_dropped(drawn: list[tuple[str, int]])
             expected = [earlier for earlier in expected if still_counts(earlier, event.step)]
         expected.append(event)
     assert list(map(id, effective(events))) == list(map(id, expected))
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "events.jsonl"
+        lines = [json.dumps({"kind": event.kind, **asdict(event)}) for event in events]
+        path.write_text("".join(f"{line}\n" for line in lines))
+        assert list(read_events(path)) == events
+        latest = LatestEvents(path)
+        assert list(iter(lambda: latest.next(Event), None)) == expected[::-1]
+        for kinds in ((Event,), (EvaluationEvent, NoteEvent)):
+            wanted = [event for event in expected if isinstance(event, kinds)]
+            values = [values for _, values in effective_values(path, *kinds)]
+            assert values == [{"kind": event.kind, **asdict(event)} for event in wanted]
+            assert list(read_events(path, *kinds)) == [e for e in events if isinstance(e, kinds)]
 
 
 def test_a_run_that_was_resumed_often_is_read_in_proportion(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A resume looks only at events after its checkpoint, not at all events before it."""
-    least, looked = folders._least_resume, list[Event]()
+    """A resume does not look at all events before it again."""
+    least, looked = folders._least_resume, list[int]()
 
-    def look(event: Event) -> float:
-        looked.append(event)
-        return least(event)
+    def look(kind: str, step: int, checkpoint: object) -> float:
+        looked.append(step)
+        return least(kind, step, checkpoint)
 
     monkeypatch.setattr(folders, "_least_resume", look)
     events: list[Event] = []
@@ -148,10 +172,10 @@ def test_records_are_typed_and_read_once(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_schema_is_refused_by_name(tmp_path: Path) -> None:
     record = write_run(tmp_path / "run-s0", schema=1)
-    said = "its records have schema 1, and this frostlab reads 7$"
-    with pytest.raises(BadInput, match=f"^{record.folder}/result.json: {said}"):
+    said = "has schema 1, and this frostlab reads 7$"
+    with pytest.raises(BadInput, match=f"^{record.folder}/result.json {said}"):
         _ = record.result
-    with pytest.raises(BadInput, match=f"^{record.folder}/events.jsonl line 1: {said}"):
+    with pytest.raises(BadInput, match=f"^{record.folder}/events.jsonl line 1 {said}"):
         record.events()
     with pytest.raises(BadInput, match=said):
         given_folder(record.folder, True, "d1", {})

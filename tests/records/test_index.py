@@ -16,12 +16,21 @@ import pytest
 
 from cases import slow_unless
 from frostlab.errors import BadInput
+from frostlab.records import folder as folders
 from frostlab.records import index
 from frostlab.records.annotations import add_note, add_tag
 from frostlab.records.index import INDEX, Summary, find_run, list_runs, read_run
 from frostlab.records.listing import runs_table
 from frostlab.records.schema import ENDINGS
-from run_made import RESULT, SHAPE, START, evaluation_event, step_event, write_events
+from run_made import (
+    RESULT,
+    SHAPE,
+    START,
+    evaluation_event,
+    stage_event,
+    step_event,
+    write_events,
+)
 
 
 def write_run(
@@ -118,8 +127,8 @@ def test_the_best_value_of_an_interrupted_run_is_its_best(
 ) -> None:
     folder = write_run(tmp_path / "a")
     evaluated(folder, (4, 0.75, True), (5, 0.5, False), (6, 0.625, False))
-    for block in (7, 100, index._BLOCK):  # lines that lie in several blocks
-        monkeypatch.setattr(index, "_BLOCK", block)
+    for block in (7, 100, folders._BLOCK):  # lines that lie in several blocks
+        monkeypatch.setattr(folders, "_BLOCK", block)
         assert (read_run(folder).value, read_run(folder).steps) == (0.75, 6)
     shape = SHAPE
     with open(folder / "events.jsonl", "a") as file:
@@ -127,12 +136,8 @@ def test_the_best_value_of_an_interrupted_run_is_its_best(
     assert read_run(folder).value == 0.25, "later steps no longer count"
     evaluated(folder, (4, 0.5, True), (5, 0.375, False))
     assert read_run(folder).value == 0.5
-    stage = {
-        "kind": "stage", "at": 1.0, "step": 5, "name": "2", "steps": 9, "patience": None,
-        "train": None, "freeze": [], "changed": [], "added": [], "trainable": 1, "total": 1,
-        "lr": 0.1, "supervise": None,
-        "best_before": {"metric": "accuracy", "value": 0.5, "step": 4, "epoch": 1.0},
-    }  # fmt: skip
+    best = {"metric": "accuracy", "value": 0.5, "step": 4, "epoch": 1.0}
+    stage = stage_event(5, best_before=best)
     with open(folder / "events.jsonl", "a") as file:
         file.write(json.dumps(stage) + "\n")
     assert read_run(folder).value == 0.5
@@ -193,7 +198,7 @@ def test_runs_stand_by_age_and_other_folders_are_ignored(tmp_path: Path) -> None
     assert [run.name for run in list_runs(tmp_path)] == ["sooner", "later", "unstarted"]
 
 
-OTHER_SCHEMA = "{}: its records have schema 1, and this frostlab reads 7"
+OTHER_SCHEMA = "{} has schema 1, and this frostlab reads 7"
 STEP = json.dumps(step_event(1)) + "\n"
 
 
@@ -202,7 +207,7 @@ STEP = json.dumps(step_event(1)) + "\n"
     [
         ("result.json", "", "result.json is not a JSON object"),
         ("result.json", "[1]", "result.json is not a JSON object"),
-        ("result.json", "{}", "result.json: schema is missing"),
+        ("result.json", "{}", "result.json has no schema, and this frostlab reads 7"),
         ("result.json", '{"schema": 1}', OTHER_SCHEMA.format("result.json")),
         ("result.json", json.dumps(RESULT | {"zz": 3}), "result.json: zz is not a key"),
         (

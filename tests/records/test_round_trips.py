@@ -19,11 +19,12 @@ from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.records.checkpoint import checkpoints_in, save_checkpoint
 from frostlab.records.folder import RunFolder, RunRecord
 from frostlab.records.index import Summary, _load, _save, _stored_summary
-from frostlab.records.schema import EVENTS, Digests, Event, Result, read
+from frostlab.records.schema import EVENTS, Digests, Event, Result
 from frostlab.storage import build_once, damaged_file, file_digest, finite, save_tensors, seal
 from frostlab.surgery.freeze import freeze
 from frostlab.surgery.save import load_trainable, save_trainable
 from frostlab.training.state import Best, Progress
+from frostlab.typed import read
 from run_made import RESULT, START
 
 QUICK = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))

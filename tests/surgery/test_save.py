@@ -207,9 +207,9 @@ def corrupt_manifest(folder: Path, change: object) -> None:
 DAMAGE = {
     "not a delta folder": lambda d: (d / "delta.json").unlink(),
     "delta.json is not valid JSON": lambda d: (d / "delta.json").write_text("{"),
-    "delta.json: it should be an object": lambda d: (d / "delta.json").write_text("[]"),
+    "delta.json is not a JSON object": lambda d: (d / "delta.json").write_text("[]"),
     "delta.json: frozen is missing": lambda d: corrupt_manifest(d, lambda m: m.pop("frozen")),
-    "has format 9": lambda d: corrupt_manifest(d, lambda m: m.update(format=9)),
+    "has schema 9, and": lambda d: corrupt_manifest(d, lambda m: m.update(schema=9)),
     "is missing": lambda d: next(d.glob("*.safetensors")).unlink(),
     "truncated or changed": lambda d: _truncate(next(d.glob("*.safetensors"))),
     "the regenerated values of h.0": lambda d: corrupt_manifest(d, _other_seed),

@@ -55,7 +55,7 @@ def test_a_run_of_another_schema_is_refused(language: fl.Run, tmp_path: Path, fi
     path = run.folder / file
     first, rest, end = path.read_text().partition('"schema": ')
     path.write_text(f"{first}{rest}1{end.removeprefix(str(SCHEMA))}")
-    said = f"{file}.*: its records have schema 1, and this frostlab reads {SCHEMA}"
+    said = f"{file}.* has schema 1, and this frostlab reads {SCHEMA}"
     with pytest.raises(fl.BadInput, match=said):
         run.model()
     with pytest.raises(fl.BadInput, match=said):

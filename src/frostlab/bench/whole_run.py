@@ -41,6 +41,7 @@ from frostlab.models.gpt import GPT
 from frostlab.recipe.load import load_recipe, recipe_from
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import Optim
+from frostlab.records.folder import RunRecord
 from frostlab.timing.flops import StepWork, step_work
 from frostlab.timing.interleave import PairTimes, SideTimes
 from frostlab.training.batches.batch import collate
@@ -62,8 +63,8 @@ class Side:
     """One side: its command, and the seconds and outcomes of its processes."""
 
     command: Callable[[Path], list[str]]  # returns the command, given an empty folder to write to
-    # returns the outcome, given the folder, the output and the time of the start
-    read: Callable[[Path, str, float], dict[str, Any]]
+    # returns the outcome, given the folder and the time of the start
+    read: Callable[[Path, float], dict[str, Any]]
     seconds: list[float] = field(default_factory=list)
     outcomes: list[dict[str, Any]] = field(default_factory=list)
 
@@ -78,7 +79,7 @@ class Side:
             if done.returncode:
                 last = (done.stderr.strip().splitlines() or ["no message"])[-1]
                 raise FrostlabError(f"{' '.join(command[1:4])} failed: {last}")
-            self.outcomes.append(self.read(folder, done.stdout, at))
+            self.outcomes.append(self.read(folder, at))
 
 
 def whole_run(settings: BenchSettings) -> Iterator[Result]:
@@ -164,19 +165,21 @@ def _ours(recipe: Recipe, data_dir: Path | None) -> Side:
         return [sys.executable, "-m", "frostlab", "run", str(folder / "recipe.yaml"), "--json",
                 "--runs", str(folder / "runs"), *data]  # fmt: skip
 
-    def read(folder: Path, output: str, at: float) -> dict[str, Any]:
-        result = json.loads(output)
-        wall, stepping = result["clocks"]["wall"], result["stepping"][-1]
-        (predictions,) = folder.glob("runs/*/predictions.json")
+    def read(folder: Path, at: float) -> dict[str, Any]:
+        (path,) = folder.glob("runs/*/predictions.json")
+        record = RunRecord(path.parent)
+        clocks, stepping = record.result.clocks, record.result.stepping[-1]
+        wall, predictions = clocks.wall, record.predictions
+        assert predictions is not None, "the file exists"
         return {
-            "steps": result["steps"],
-            "accuracy": result["report"]["accuracy"],
-            "examples": len(json.loads(predictions.read_text())["classes"]),
-            "evaluations": len(result["clocks"]["evaluation_seconds"]),
-            "prepare_s": sum(wall[key] for key in ("starting", "data", "building", "setup")),
-            "wall": wall,
-            "how": stepping["how"],
-            "reason": stepping["reason"],
+            "steps": record.result.steps,
+            "accuracy": record.metrics["accuracy"],
+            "examples": len(predictions.classes),
+            "evaluations": len(clocks.evaluation_seconds),
+            "prepare_s": wall.starting + wall.data + wall.building + wall.setup,
+            "wall": asdict(wall),
+            "how": stepping.how,
+            "reason": stepping.reason,
         }
 
     return Side(command, read)
@@ -224,7 +227,7 @@ def _trainer(job: dict[str, Any], prepared: Prepared) -> Side:
                      stops=tokens.stops, labels=np.asarray(tokens.labels))  # fmt: skip
         return [sys.executable, "-m", "frostlab.bench.trainer_run", str(folder)]
 
-    def read(folder: Path, output: str, at: float) -> dict[str, Any]:
+    def read(folder: Path, at: float) -> dict[str, Any]:
         outcome: dict[str, Any] = json.loads((folder / "outcome.json").read_text())
         if not outcome.pop("best"):
             raise FrostlabError("the Trainer kept no best checkpoint")

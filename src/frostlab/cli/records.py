@@ -292,7 +292,7 @@ def _diff_comparisons(folders: tuple[Path, Path], width: int | None, as_json: bo
     """Print the settings in which two plans differ, and how far the metrics agree."""
     from frostlab.comparison.pairing import unlike
     from frostlab.comparison.run import load_comparison
-    from frostlab.records.folder import differences
+    from frostlab.recipe.recipe import differences
 
     left, right = (load_comparison(folder).evidence for folder in folders)
     keys = differences(left.plan.model_dump(mode="json"), right.plan.model_dump(mode="json"))

@@ -21,9 +21,10 @@ from frostlab.comparison.statistics import spread
 from frostlab.comparison.verdict import Word
 from frostlab.errors import BadInput
 from frostlab.recipe.bounded_yaml import check_plain, shown_key
-from frostlab.records.schema import DataRecord, read
+from frostlab.records.schema import DataRecord, TelemetrySummary
 from frostlab.storage import finite, read_json
 from frostlab.text import NONE
+from frostlab.typed import check_schema, read
 
 SCHEMA = 6  # version of evidence.json
 CONVERGED = ("steps", "epochs", "seconds")  # what a run spent until it reached a target
@@ -44,8 +45,8 @@ class Effect:
     log: bool  # whether the effect is a ratio, computed on the log scale
     alpha: float  # the interval has confidence 1 − alpha
     effect: float | None  # mean difference, or ratio of geometric means
-    low: float | None  # ends of the interval
-    high: float | None
+    low: float | None  # lower end of the interval; None: unbounded, or no interval
+    high: float | None  # upper end, likewise
     p: float | None  # largest alpha for which the interval includes 0, or the ratio 1
     std: float | None  # standard deviation of the differences, or of the log ratios
 
@@ -83,10 +84,10 @@ class Limit:
 class ArmVerdict:
     """The verdict on two arms for one metric (`verdict.Verdict`)."""
 
-    arm: str
+    arm: str  # the arm that is judged
     baseline: str  # the arm that this one is compared with
-    metric: str
-    word: Word
+    metric: str  # the metric on which both arms are compared
+    word: Word  # the verdict, such as better
     sentence: str  # the word and its numbers in a sentence
     family: int  # number of statements, whose intervals hold simultaneously
     paired: Effect | None  # None if there is no pair of values
@@ -118,17 +119,17 @@ class ArmVerdict:
 class Answer:
     """One question of the plan about two arms, and the verdict that answers it."""
 
-    question: str
+    question: str  # as in the plan
     of: Literal["value", "gain"]  # the metric, or its improvement from the first stage to the last
-    verdict: ArmVerdict
+    verdict: ArmVerdict  # on the arms of the question
 
 
 @dataclass(frozen=True)
 class Summary:
     """The spread of one arm's values over its seeds (`statistics.Spread`)."""
 
-    n: int
-    mean: float | None
+    n: int  # number of values
+    mean: float | None  # None if it is not finite
     std: float | None  # None for a single value
     cv: float | None  # std / |mean|
     low: float | None  # smallest value
@@ -150,11 +151,11 @@ class Summary:
 class StageSummary:
     """One stage of a run."""
 
-    name: str
+    name: str  # the stage's name in the recipe, or its number
     metric: str  # the metric that selects the checkpoint
     best: float | None  # best value on the split that selects it: tune or, without tune, report
     epoch: float | None  # epoch of the best value
-    seconds: float
+    seconds: float  # s spent in the stage
     trainable: int  # number of trainable parameters
     total: int  # number of all parameters
 
@@ -163,36 +164,36 @@ class StageSummary:
 class Parameters:
     """The numbers of all and of trainable parameters of a model."""
 
-    total: int
-    trainable: int
+    total: int  # number of all parameters
+    trainable: int  # number of those that are trained
 
 
 @dataclass(frozen=True)
 class RunSummary:
     """The facts of one run that a comparison uses."""
 
-    seed: int
+    seed: int  # the seed of its recipe
     folder: str  # relative to the comparison's folder
     status: str  # finished, stopped, failed, diverged, or unfinished (no result yet)
-    error: str | None
+    error: str | None  # why it did not finish, in one line; None: it finished, or goes on
     attempts: int  # 1 + earlier attempts that failed or were stopped
     metrics: dict[str, float | None]  # on the report split; empty if the run did not finish
     best: float | None  # best value of the last stage, as in `StageSummary`
     final_loss: float | None  # at the last evaluation on the split that selects the checkpoint
-    steps: int
+    steps: int  # optimizer steps done
     epochs: float  # over all stages; below 1 for a run shorter than an epoch
-    stages: tuple[StageSummary, ...]
-    parameters: Parameters | None
-    total_seconds: float
-    train_seconds: float
-    validation_seconds: float
+    stages: tuple[StageSummary, ...]  # in order; empty without a result
+    parameters: Parameters | None  # None without a result
+    total_seconds: float  # s of training, evaluations and checkpoints
+    train_seconds: float  # s of training alone
+    validation_seconds: float  # s of evaluations that select the checkpoint
     evaluation_seconds: tuple[float, ...]  # of each evaluation in validation_seconds
     epoch_seconds: tuple[float, ...]  # training alone; empty for a run shorter than an epoch
     step_ms: float | None  # mean time of a step after warm-up
     gpu_utilisation: float | None  # mean percentage during the run; None without a GPU
     clipped_steps: int | None  # steps whose gradient was clipped; None without clipping
     weights_digest: str | None  # of the weights that `metrics` are about: the best checkpoint's
-    recipe_digest: str
+    recipe_digest: str  # digest of the recipe's values
     caution: str | None  # a warning to show with every number: small scale, stand-ins, odd data
 
     @property
@@ -221,9 +222,9 @@ class ArmEvidence:
 class RefusedPair:
     """A run that cannot be paired with the baseline's run of the same seed."""
 
-    arm: str
-    seed: int
-    reason: str
+    arm: str  # name of the run's arm
+    seed: int  # seed of the run
+    reason: str  # in words
 
     def __str__(self) -> str:
         return f"{self.arm} seed {self.seed} is not paired: {self.reason}"
@@ -250,9 +251,9 @@ class VariedFact:
 class ComparedOrder:
     """Two runs of one seed whose order of examples could be compared for some steps only."""
 
-    arm: str
+    arm: str  # name of one arm
     against: str  # the other arm
-    seed: int
+    seed: int  # seed of both runs
     steps: int  # steps that both runs took
     compared: int  # the order was compared up to this step
 
@@ -261,12 +262,12 @@ class ComparedOrder:
 class PredictionTest:
     """McNemar's test on the predictions of one pair of runs (`statistics.McNemar`)."""
 
-    seed: int
+    seed: int  # seed of both runs
     both: int  # examples that both models predicted correctly
     arm_only: int  # examples that only the arm's model predicted correctly
-    base_only: int
-    neither: int
-    p: float
+    base_only: int  # examples that only the baseline's model predicted correctly
+    neither: int  # examples that no model predicted correctly
+    p: float  # of the test that both arms are equally often right
 
 
 @dataclass(frozen=True)
@@ -321,21 +322,21 @@ class ArmConvergence:
 class Convergence:
     """How soon each arm reached a target on the split that selects the checkpoint."""
 
-    metric: str
-    target: float
+    metric: str  # the metric that should reach the target
+    target: float  # the value to reach
     place: str  # where the target comes from, in words
     evaluations: int  # the smallest number of evaluations in a finished run of the baseline
-    arms: dict[str, ArmConvergence]
+    arms: dict[str, ArmConvergence]  # arm → when its runs reached the target
 
 
 @dataclass(frozen=True)
 class TuningPoint:
     """The scores that an arm reached with one value of a tuned setting."""
 
-    value: float
+    value: float  # value of the setting
     mean: float | None  # mean score over the seeds; None if a run has no finite score
-    low: float | None  # ends of the mean's 95 % interval
-    high: float | None
+    low: float | None  # lower end of the mean's 95 % interval
+    high: float | None  # upper end of this interval
     scores: tuple[float | None, ...]  # per seed: best value on the split that selects checkpoints
     results: tuple[float | None, ...]  # per seed: the reported value of the metric
     chosen: int  # number of seeds for which this value was chosen (see tuning.py)
@@ -357,11 +358,11 @@ class TunedSetting:
 class TimedArm:
     """The step times of one arm, measured against the baseline."""
 
-    ms: float  # per step, median
-    ms_mean: float
+    ms: float  # ms per step, median
+    ms_mean: float  # ms per step, mean
     ratio: float | None  # to the baseline's time; None for the baseline
-    low: float | None  # ends of the ratio's interval; all arms' intervals hold at once
-    high: float | None
+    low: float | None  # lower end of the ratio's interval; all arms' intervals hold at once
+    high: float | None  # upper end of this interval
     ceiling: float | None  # lowest ratio that the saved FLOPs allow; None if unknown
     limits: dict[str, Any] | None  # FLOPs and bytes; keys that end in `_all` are the baseline's
     flag: str | None  # likely reason for a gain that is larger than the saved FLOPs allow
@@ -376,25 +377,35 @@ class TimedArm:
 
 
 @dataclass(frozen=True)
+class MachineLoad:
+    """The load of the machine while steps were timed (`records.telemetry.Watched`)."""
+
+    cores: int  # number of logical cores
+    cores_of_others: float | None  # mean number of cores busy with other processes; None: unknown
+    others_on_gpu: int | None  # other processes on the GPU; None: no GPU, or unknown
+    telemetry: TelemetrySummary  # as in result.json
+
+
+@dataclass(frozen=True)
 class StepTiming:
     """The step timing of all arms; steps.json has the same keys."""
 
-    baseline: str
+    baseline: str  # name of the arm
     arms: dict[str, TimedArm]  # including the controls, which are copies of the baseline
     control: TimedArm  # the control that differs most from the other copies
     proven: bool  # whether the timing can be trusted
     reasons: tuple[str, ...]  # why it cannot be trusted; empty if proven
     notes: tuple[str, ...]  # drift of the baseline, and load by other processes
-    steps_per_block: int
+    steps_per_block: int  # number of steps in a block of an arm
     batches: int  # distinct batches that were timed
     builds: int  # how often every arm was built and timed
     rounds: int  # in each round, every arm takes one block of steps
     seconds: float  # duration of the rounds and of building the arms again
     stopped_by: str  # `width` (every interval was narrow enough) or `time` (limit reached)
     width: float  # wanted width of the ratios' 95 % intervals, as a share of the ratio
-    device: str
+    device: str  # torch's name of the device, such as cuda:0
     drift: dict[str, float | None]  # change of the baseline's time (`timing.interleave.Drift`)
-    watched: dict[str, Any]  # load by other processes (`records.telemetry.Watched`)
+    watched: MachineLoad  # during the timing
 
 
 @dataclass(frozen=True)
@@ -411,7 +422,7 @@ class RoundTimes:
 class Repeat:
     """A run of the baseline that was trained twice with the same seed, as a control."""
 
-    seed: int
+    seed: int  # seed of both runs
     folder: str  # of the second run, relative to the comparison's folder
     status: str  # of the second run
     metrics: dict[str, tuple[float | None, float | None]]  # metric → (first, second) run's value
@@ -424,7 +435,7 @@ class Assay:
 
     steps: int  # of each shortened run of the baseline
     of: int  # steps of a whole run
-    verdict: ArmVerdict
+    verdict: ArmVerdict  # on the shortened runs against the whole ones
 
     @property
     def found(self) -> bool:
@@ -442,26 +453,11 @@ class Made:
     revision: str | None  # the hub's commit of these files
     began: str  # ISO 8601, UTC: start of the first run
     ended: str  # end of the last run
-    machine: str
-    versions: dict[str, str]
+    machine: str  # GPU, CPU and system in one line
+    versions: dict[str, str]  # library → version
     commit: str | None  # of frostlab's git checkout; None for an installed package
     code: str | None  # digest of frostlab's code
     command: str  # the command that started the first run
-
-    def lines(self, repeatable: bool = True) -> list[str]:
-        """Return these facts in words; `repeatable`: the plan can be carried out again."""
-        weights = f"; pretrained weights {self.source}" if self.source else ""
-        weights += f" at revision {self.revision}" if self.revision else ""
-        commit = f", commit {self.commit}" if self.commit else ""
-        command = "The command frostlab compare plan.json carries out this plan again"
-        again = f" {command}, in a new folder." if repeatable else ""
-        return [
-            f"Plan {self.plan}; data {self.data}{weights}.{again}",
-            f"Trained from {self.began} to {self.ended} on {self.machine}.",
-            "Versions: " + ", ".join(f"{key} {value}" for key, value in self.versions.items()),
-            f"frostlab's code: digest {self.code}{commit}",
-            f"Command: {self.command}",
-        ]
 
 
 @dataclass(frozen=True)
@@ -469,8 +465,8 @@ class EarlierLook:
     """An earlier look (analysis of results) at the same question, in this folder or another."""
 
     at: float  # seconds since 1970
-    folder: str
-    metric: str
+    folder: str  # path of the comparison's folder
+    metric: str  # metric of the verdicts
     seeds: int  # number of seeds
     spent: float  # the part of alpha that it spent (`plan.alpha_spent`)
 
@@ -479,9 +475,9 @@ class EarlierLook:
 class Evidence:
     """Everything a comparison measured and decided."""
 
-    schema: int
+    schema: int  # `SCHEMA` when it was written
     plan: Plan  # with the seeds of all `compare` calls so far; if quick, with shortened runs
-    made: Made
+    made: Made  # where the results come from
     baseline: str  # name of the arm
     look: int  # number of this analysis of results for the same question, from 1 (`looks.py`)
     earlier_looks: tuple[EarlierLook, ...]  # in any folder
@@ -490,14 +486,14 @@ class Evidence:
     data: DataRecord | None  # of the first run; None if it cannot be read
     pairs: int  # number of finished runs that were paired with a finished run of the baseline
     confounds: dict[str, tuple[str, ...]]  # arm → settings that differ, but are not compared
-    tuning: tuple[TunedSetting, ...]
-    arms: dict[str, ArmEvidence]
-    refused_pairs: tuple[RefusedPair, ...]
+    tuning: tuple[TunedSetting, ...]  # in the plan's order; empty without tuning
+    arms: dict[str, ArmEvidence]  # arm → its runs
+    refused_pairs: tuple[RefusedPair, ...]  # runs that could not be paired
     partly_compared: tuple[ComparedOrder, ...]  # pairs whose examples were compared in part
     varied_facts: tuple[VariedFact, ...]  # about the environment; empty if it is always the same
     verdicts: dict[str, ArmVerdict]  # arm → verdict on the plan's metric
     secondary: dict[str, dict[str, Effect | None]]  # other metric → arm → effect
-    contrasts: tuple[Answer, ...]
+    contrasts: tuple[Answer, ...]  # answers to the plan's questions, in its order
     oelm: str | None  # arm that orthogonalizes and freezes query and key weights (`oelm_arm`)
     orthogonality: ArmVerdict | None  # orthogonal against random frozen query and key weights
     equal_norms: bool  # whether each head has the same norm in both arms of `orthogonality`
@@ -539,10 +535,8 @@ def read_evidence(path: Path) -> Evidence | None:
     except FileNotFoundError:
         return None
     check_plain(values, str(path), _MOST_VALUES)
-    version = values.get("schema") if isinstance(values, dict) else None
-    if version != SCHEMA:
-        has = f"has schema {version!r:.40}, and this frostlab reads {SCHEMA}"
-        raise BadInput(f"{path} {has}; write it again with frostlab judge {path.parent}")
+    advice = f"; write it again with frostlab judge {path.parent}"
+    values = check_schema(values, SCHEMA, path, advice)
     evidence = read(Evidence, values | {"plan": read_plan(values.get("plan"), path)}, path)
     _check_names(evidence, path)
     return evidence

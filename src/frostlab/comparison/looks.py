@@ -33,9 +33,9 @@ class Look:
     plan: str  # digest of the plan
     results: str  # digest of results, rules, contrasts and arms; if equal, it is the same look
     spent: float  # the false-alarm rate that the look was allowed: its part of alpha
-    metric: str
-    seeds: list[int]
-    folder: str
+    metric: str  # metric of the verdicts
+    seeds: list[int]  # seeds of the results
+    folder: str  # path of the comparison's folder
     at: float  # seconds since 1970
 
 

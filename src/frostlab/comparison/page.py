@@ -483,7 +483,19 @@ def _runs(evidence: Evidence) -> str:
 
 
 def _made(evidence: Evidence) -> str:
-    lines = evidence.made.lines(repeatable=not evidence.plan.runs)
+    made = evidence.made
+    weights = f"; pretrained weights {made.source}" if made.source else ""
+    weights += f" at revision {made.revision}" if made.revision else ""
+    commit = f", commit {made.commit}" if made.commit else ""
+    command = "The command frostlab compare plan.json carries out this plan again"
+    again = "" if evidence.plan.runs else f" {command}, in a new folder."
+    lines = [
+        f"Plan {made.plan}; data {made.data}{weights}.{again}",
+        f"Trained from {made.began} to {made.ended} on {made.machine}.",
+        "Versions: " + ", ".join(f"{key} {value}" for key, value in made.versions.items()),
+        f"frostlab's code: digest {made.code}{commit}",
+        f"Command: {made.command}",
+    ]
     return "\n".join(f"- {escaped(line)}" for line in lines)
 
 

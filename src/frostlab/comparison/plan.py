@@ -11,17 +11,17 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from frostlab.errors import BadInput, nearest
-from frostlab.recipe.bounded_yaml import MOST_DEPTH, shown, shown_key
+from frostlab.recipe.bounded_yaml import shown, shown_key
 from frostlab.recipe.load import recipe_from
-from frostlab.recipe.recipe import Recipe, shorten_paths
+from frostlab.recipe.recipe import Recipe, differences, set_nested, shorten_paths
 from frostlab.recipe.settings import all_metrics, metric_facts
 from frostlab.recipe.treatment import Strict
-from frostlab.records.folder import differences
 from frostlab.storage import digest_of
 
 SCHEMA = 3  # version of plan.json
@@ -47,28 +47,24 @@ Look = Annotated[int, Field(gt=0, le=MOST_LOOKS)]
 class Rules(Strict):
     """The metric that is compared, and the conditions for calling an arm better or worse.
 
-    `log` means that values are compared as ratios, on the log scale. `alpha` is the probability of
-    a false alarm that is allowed in all statements together. `timed` means that statements about
-    time take a part of alpha. `minimum_effect` is the smallest effect of interest, in the metric's
-    unit or, on the log scale, as a ratio − 1. `margin` is the largest acceptable cost against the
-    baseline: a factor for perplexity and other ratios, a factor of 1 − metric for accuracies and F1
-    (1.1: 10 % more errors), else a difference.
-
     A look is one analysis of the results, and spends a part of alpha: the false-alarm rate that it
-    is allowed. `looks` is the planned number of looks, `look` is the number of the current look,
-    counted from 1, and `spent` is the part of alpha that earlier looks spent.
+    is allowed.
     """
 
-    metric: Annotated[str, Field(min_length=1)]
-    lower_is_better: bool
-    log: bool = False
+    metric: Annotated[str, Field(min_length=1)]  # the metric that decides the verdicts
+    lower_is_better: bool  # whether lower values of the metric are better
+    log: bool = False  # whether values are compared as ratios, on the log scale
+    # probability of a false alarm that is allowed in all statements together
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+    # smallest effect of interest, in the metric's unit or, on the log scale, as a ratio − 1
     minimum_effect: Annotated[float, Field(gt=0)] | None = None
+    # largest acceptable cost against the baseline: a factor for perplexity and other ratios, a
+    # factor of 1 − metric for accuracies and F1 (1.1: 10 % more errors), else a difference
     margin: Annotated[float, Field(gt=0)] | None = None
-    timed: bool = False
-    looks: Look = 1
-    look: Look = 1
-    spent: Annotated[float, Field(ge=0)] = 0.0
+    timed: bool = False  # whether statements about time take a part of alpha
+    looks: Look = 1  # planned number of looks
+    look: Look = 1  # number of the current look, counted from 1
+    spent: Annotated[float, Field(ge=0)] = 0.0  # the part of alpha that earlier looks spent
 
     @property
     def level(self) -> float:
@@ -230,15 +226,16 @@ class Arm(Strict):
     tunes it.
     """
 
+    # unique in the plan
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.+-]*$", max_length=100)]
-    treatment: str | dict[str, Any]
+    treatment: str | dict[str, Any]  # name of a treatment, or its settings
     set: dict[str, Any] = Field(default_factory=dict)  # by dotted key, such as optim.lr
 
 
 class Tune(Strict):
     """A setting that is tuned for each arm, with the same grid for all and the plan's seeds."""
 
-    key: Annotated[str, Field(pattern=r"^\w+(\.\w+)*$", max_length=100)] = "optim.lr"
+    key: Annotated[str, Field(pattern=r"^\w+(\.\w+)*$", max_length=100)] = "optim.lr"  # dotted key
     values: Annotated[tuple[float, ...], Field(min_length=2, max_length=MOST_RUNS)]  # the grid
 
     @model_validator(mode="after")
@@ -254,10 +251,10 @@ class Contrast(Strict):
     `of: gain` compares how much each arm improves from its first stage to its last.
     """
 
-    question: str
-    arm: str
-    against: str
-    of: Literal["value", "gain"] = "value"
+    question: str  # in words
+    arm: str  # name of the first arm
+    against: str  # name of the second arm
+    of: Literal["value", "gain"] = "value"  # the metric, or its gain
 
 
 class TimingPlan(Strict):
@@ -270,16 +267,17 @@ class TimingPlan(Strict):
 class Plan(Strict):
     """Every decision about a comparison."""
 
-    name: str
+    name: str  # name of the comparison
     about: str = ""  # what is compared; comparison.md and the report show this text
     recipe: dict[str, Any]  # settings that all arms share
+    # the baseline and the others, in order of the tables
     arms: Annotated[tuple[Arm, ...], Field(max_length=MOST_ARMS)]
-    seeds: Annotated[tuple[int, ...], Field(max_length=MOST_RUNS)]
-    rules: Rules
+    seeds: Annotated[tuple[int, ...], Field(max_length=MOST_RUNS)]  # each arm has one run per seed
+    rules: Rules  # the metric, and when an arm is better or worse
     tune: tuple[Tune, ...] = ()  # tuned together, in all combinations of their values
     allow_confounds: tuple[str, ...] = ()  # settings that may differ; the verdict says so
     vary: tuple[str, ...] = ()  # settings that are compared like treatments, such as stages
-    contrasts: tuple[Contrast, ...] = Field(default=(), max_length=1000)
+    contrasts: tuple[Contrast, ...] = Field(default=(), max_length=1000)  # further questions
     rounds: Annotated[int, Field(ge=0, le=MOST_RUNS)] = 0  # extra runs per arm, only to time them
     clock: TimingPlan | None = TimingPlan()  # None: steps are not timed
     assay: bool = False  # whether to check that the baseline with half its steps is found worse
@@ -318,11 +316,25 @@ class Plan(Strict):
 
     def recipe_of(self, arm: Arm, seed: int, tuned: Mapping[str, float] | None = None) -> Recipe:
         """Return the recipe of an arm's run with a seed and, if given, with tuned settings."""
-        values = copy.deepcopy(self.recipe)
-        values["treatment"], values["seed"] = arm.treatment, seed
-        for key, value in (*copy.deepcopy(arm.set).items(), *(tuned or {}).items()):
-            set_nested(values, key, value)
-        return recipe_from(values, source=f"arm {arm.name}")
+        key = arm.model_dump_json(), seed, tuple((tuned or {}).items())
+        if key not in self._recipes:
+            values = copy.deepcopy(self.recipe)
+            values["treatment"], values["seed"] = arm.treatment, seed
+            for name, value in (*copy.deepcopy(arm.set).items(), *(tuned or {}).items()):
+                set_nested(values, name, value)
+            self._recipes[key] = recipe_from(values, source=f"arm {arm.name}")
+        return self._recipes[key]
+
+    @cached_property
+    def _recipes(self) -> dict[tuple[Any, ...], Recipe]:
+        """The recipes made so far, since `recipe_of` is often asked for the same ones."""
+        return {}
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy, whose recipes may be others."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("_recipes", None)
+        return copied
 
     def changed(
         self,
@@ -545,32 +557,6 @@ def check_settings_exist(
         if key not in names:
             hint = f"; did you mean `{by_last[key]}`?" if key in by_last else nearest(key, names)
             raise BadInput(f"{option} {shown_key(key)}: no setting has this name{hint}")
-
-
-def set_nested(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set the dotted key `a.b` in nested values, or `a.0.b` in an existing item of a list."""
-    *path, last = key.split(".")
-    if len(path) >= MOST_DEPTH:
-        raise BadInput(f"{shown_key(key)} is nested too deeply; {MOST_DEPTH} levels is the most")
-    inner: Any = values
-    for name in path:
-        inner = (
-            inner[_index(inner, name, key)]
-            if isinstance(inner, list)
-            else (inner.setdefault(name, {}))
-        )
-        if not isinstance(inner, dict | list):
-            raise BadInput(f"{shown_key(key)}: {shown_key(name)} has no settings below it")
-    inner[_index(inner, last, key) if isinstance(inner, list) else last] = value
-
-
-def _index(items: list[Any], name: str, key: str) -> int:
-    """Return `name`, a part of the dotted key `key`, as an index of a list."""
-    if not (name.isascii() and name.isdecimal() and len(name) < 10) or int(name) >= len(items):
-        raise BadInput(
-            f"{shown_key(key)}: {shown_key(name)} is not an index of a list of {len(items)} items"
-        )
-    return int(name)
 
 
 def _section(key: str) -> str:

@@ -9,7 +9,7 @@ import copy
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,11 +46,11 @@ from frostlab.recipe.load import watch_interval
 from frostlab.recipe.recipe import Scale
 from frostlab.records.folder import RunRecord
 from frostlab.records.manifest import write_manifest
-from frostlab.records.schema import read
 from frostlab.storage import check_name, write_whole
 from frostlab.text import NONE, plain
 from frostlab.training.progress import choose_screen
 from frostlab.training.stages import total_steps
+from frostlab.typed import read
 
 _QUICK_SECONDS = 60.0  # training time of all runs of a quick comparison together
 _QUICK_LEAST = 10  # fewest steps of a run in a quick comparison
@@ -59,7 +59,7 @@ _DEFAULT_PARENT = Path("comparisons")
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """A finished comparison, read from its folder."""
+    """A finished comparison, read from its folder; its evidence is read once, when first needed."""
 
     folder: Path
 
@@ -96,7 +96,7 @@ class Comparison:
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder))  # a str is accepted too
 
-    @property
+    @cached_property
     def evidence(self) -> Evidence:
         """Everything that was measured and decided."""
         evidence = read_evidence(self.folder / "evidence.json")

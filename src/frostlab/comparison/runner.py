@@ -19,14 +19,15 @@ from frostlab.matrix.places import Opened, Places, executor_in
 from frostlab.matrix.queue import Queue
 from frostlab.matrix.task import Task, is_done
 from frostlab.matrix.workers import InProcess, LocalWorkers, Slot
-from frostlab.records.folder import RunRecord, differences, finished_status
+from frostlab.recipe.recipe import differences
+from frostlab.records.folder import RunRecord, finished_status
 from frostlab.records.manifest import MANIFEST, QUEUE, problems_in
 from frostlab.storage import Lock, finite, read_json, write_whole
 from frostlab.text import counted
 from frostlab.training.loop import interruptions
 from frostlab.training.progress import Nowhere, Screen
 from frostlab.training.run import RunFailed
-from frostlab.typed import read
+from frostlab.typed import check_schema, read
 
 _MOST_JOBS = 256
 _PLAN, _LOCK = "plan.json", "compare.lock"
@@ -222,10 +223,10 @@ def _duration(seconds: float) -> str:
 class StoredPlan:
     """The content of plan.json."""
 
-    schema: int
-    plan: dict[str, Any]
+    schema: int  # `plan.SCHEMA` when it was written
+    plan: dict[str, Any]  # the keys of `Plan`
     planned: float  # when the plan was written first, in seconds since 1970
-    looks: list[Look]
+    looks: list[Look]  # the looks so far, oldest first
 
 
 def stored_plan(path: Path) -> StoredPlan | None:
@@ -233,10 +234,7 @@ def stored_plan(path: Path) -> StoredPlan | None:
     values = _read_value(path)
     if values is None:
         return None
-    version = values.get("schema") if isinstance(values, dict) else None
-    if version != SCHEMA:
-        raise BadInput(f"{path} is damaged, or was written by another version of frostlab")
-    return read(StoredPlan, values, path)
+    return read(StoredPlan, check_schema(values, SCHEMA, path), path)
 
 
 def plan_in(stored: StoredPlan, path: Path) -> Plan:

@@ -99,8 +99,8 @@ class _Search:
     def best(self, arm: str, left_out: int | None = None) -> Trial:
         """Return the trial with the best mean score, without the seed `left_out`.
 
-        If `left_out` is the only seed, it is used. A trial in which fewer runs lack a score is
-        better, whatever the scores.
+        If `left_out` is the only seed, it is used. Trials in which more runs have a score come
+        first; the mean score decides among trials with equally many.
         """
         seeds = [seed for seed in self.plan.seeds if seed != left_out] or list(self.plan.seeds)
 

@@ -33,7 +33,7 @@ Kind = Literal["data", "tokenizer", "weights"]
 # Files of a model on the hub, except pickled weights and other libraries' formats.
 _MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
 _EXCERPT = 4  # a set this many times smaller than the public one is an excerpt of it
-_COMMIT = re.compile(r"[0-9a-f]{40}")  # name of a data set's last folder in the cache of `datasets`
+_COMMIT = re.compile(r"[0-9a-f]{40}")  # a data set's innermost folder in the cache
 
 
 @dataclass(frozen=True)
@@ -238,8 +238,8 @@ def fetch(need: Need) -> None:
     """Download a missing data set, tokenizer or model into the Hugging Face cache.
 
     Raises:
-        BadInput: it is the user's own, it is not on the hub, the hub cannot be reached, or the disk
-            is too full.
+        BadInput: the data are the user's own, the name is a path on this machine or not on the hub,
+            the hub cannot be reached, or the disk is too full.
     """
     if need.kind == "data" and need.problem is not None:
         raise BadInput(f"{need.name} is your own data, which no hub has: {need.problem}")

@@ -26,8 +26,8 @@ ScoresBySplit = Mapping[str, Mapping[str, EnvelopeScores]]  # split → decoder 
 class ChallengeScore:
     """The score of one decoder; for each group, mean and spread of the subjects' mean r."""
 
-    seen: Spread | None  # None if the scores have no such subjects
-    unseen: Spread | None
+    seen: Spread | None  # subjects trained on; None if the scores have none
+    unseen: Spread | None  # subjects not trained on; None if the scores have none
     score: float | None  # None unless there are both groups
 
 

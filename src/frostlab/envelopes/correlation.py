@@ -129,9 +129,9 @@ class Null:
     """
 
     low: float  # the 5 % quantile
-    median: float
+    median: float  # the 50 % quantile
     high: float  # the 95 % quantile
-    p: float
+    p: float  # the p value of r
 
 
 def null_distribution(r: float, mismatched: Floats) -> Null:
@@ -148,9 +148,9 @@ class Tally:
     envelope of the window or of the attended speaker.
     """
 
-    right: float
-    decisions: int
-    windows: int
+    right: float  # number of right decisions; a tie counts half
+    decisions: int  # number of decisions
+    windows: int  # number of windows
 
     @property
     def accuracy(self) -> float | None:

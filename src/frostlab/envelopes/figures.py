@@ -265,8 +265,9 @@ def kernel_rows(weights: ArrayLike, rate: float, *, first: int = 0, most: int = 
     """Return the time courses of the strongest filters, from weights (filters, channels, taps).
 
     A time course is a filter's leading temporal singular vector, times the singular value; no other
-    time course explains more of the filter. Its value of largest magnitude is positive. `first` is
-    the lag of the first tap in samples, and `most` the maximum number of filters.
+    time course explains more of the filter. The sign is chosen so that the value of largest
+    magnitude is positive. `first` is the lag of the first tap in samples, and `most` the maximum
+    number of filters.
     """
     kernels = np.asarray(weights, np.float64)
     if kernels.ndim != 3:

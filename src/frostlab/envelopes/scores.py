@@ -48,26 +48,26 @@ FEWEST_SHIFTS = 19  # with fewer, p cannot be as low as 0.05, as p is at least 1
 class Settings:
     """Settings of the scores: times in seconds, the rate in Hz."""
 
-    rate: float
+    rate: float  # Hz, of the envelopes
     null_shifts: int  # number of shifted envelopes per recording that give the chance level
-    away: float  # minimum shift of an envelope
-    window: float  # length of a window in which a prediction chooses between two envelopes
-    gap: float  # time from a window to the mismatched envelopes before and after it
-    segment: float  # length of a segment
-    seed: int
+    away: float  # s, minimum shift of an envelope
+    window: float  # s, length of a window in which a prediction chooses between two envelopes
+    gap: float  # s, from a window to the mismatched envelopes before and after it
+    segment: float  # s, length of a segment
+    seed: int  # of the random shifts of the envelopes
 
 
 @dataclass(frozen=True)
 class RecordingScore:
     """Score of one recording."""
 
-    name: str
-    subject: str
-    samples: int
-    r: float
+    name: str  # name of the recording
+    subject: str  # name of its subject
+    samples: int  # number of samples of the envelope
+    r: float  # correlation of the decoded and the attended envelope
     r_other: float | None  # r with the envelope of the ignored speaker; None with one speaker
     segments: tuple[float, ...]  # r of every segment; a shorter recording is one segment
-    null: Null
+    null: Null  # r with shifted envelopes
     match: Tally  # decisions between the envelope of a window and a mismatched envelope
     attended: Tally | None  # decisions between the attended and the ignored speaker
 
@@ -76,9 +76,9 @@ class RecordingScore:
 class Spread:
     """Arithmetic mean and standard deviation of several r; `std` is None for a single r."""
 
-    count: int
-    mean: float
-    std: float | None
+    count: int  # number of values
+    mean: float  # arithmetic mean
+    std: float | None  # standard deviation; None for a single value
 
     @classmethod
     def of(cls, r: Sequence[float]) -> "Spread":
@@ -94,12 +94,12 @@ class Spread:
 class SubjectScore:
     """Score of one subject; `r` and `r_other` are means over recordings, averaged as Fisher's z."""
 
-    subject: str
-    recordings: int
-    r: float
-    r_other: float | None
+    subject: str  # name of the subject
+    recordings: int  # number of recordings
+    r: float  # mean r
+    r_other: float | None  # mean r with the ignored speaker; None with one speaker
     segments: Spread  # r of the segments of all recordings
-    null: Null
+    null: Null  # mean r with shifted envelopes
 
 
 @dataclass(frozen=True)
@@ -111,19 +111,19 @@ class Summary:
     single subject. `above` counts the subjects with p ≤ 0.05.
     """
 
-    subjects: int
-    recordings: int
-    mean: float
-    low: float | None
-    high: float | None
-    median: float
-    std: float | None
-    quartiles: tuple[float, float]
+    subjects: int  # number of subjects
+    recordings: int  # number of recordings
+    mean: float  # mean r
+    low: float | None  # lower end of the interval
+    high: float | None  # upper end of the interval
+    median: float  # median r
+    std: float | None  # standard deviation of r
+    quartiles: tuple[float, float]  # 25th and 75th percentile of r
     mean_other: float | None  # mean r with the ignored speaker
-    above: int
-    null: Null
-    match: Tally
-    attended: Tally | None
+    above: int  # number of subjects above chance
+    null: Null  # mean r with shifted envelopes
+    match: Tally  # decisions between a window's own and a mismatched envelope
+    attended: Tally | None  # decisions between both speakers; None with one speaker
 
 
 @dataclass(frozen=True)
@@ -224,12 +224,12 @@ class EnvelopeScores:
 class StoredScores:
     """The types of the values that `EnvelopeScores.to_dict` returns, to check a stored file."""
 
-    settings: Settings
-    recordings: tuple[RecordingScore, ...]
-    subjects: tuple[SubjectScore, ...]
-    null: Null
-    summary: Summary
-    digest: str
+    settings: Settings  # how the scores were made
+    recordings: tuple[RecordingScore, ...]  # one per recording
+    subjects: tuple[SubjectScore, ...]  # one per subject
+    null: Null  # mean r of the subjects with shifted envelopes
+    summary: Summary  # over all subjects
+    digest: str  # digest of the other values
 
 
 def _check_stored(scores: EnvelopeScores) -> None:

@@ -17,7 +17,7 @@ from frostlab.envelopes.challenge import (
 from frostlab.envelopes.scores import EnvelopeScores, StoredScores, close, scores_table
 from frostlab.errors import BadInput
 from frostlab.storage import read_json
-from frostlab.typed import read
+from frostlab.typed import check_schema, read
 
 SCORES = "scores.json"
 SPLITS = {  # the reported splits of EEG recordings
@@ -29,7 +29,7 @@ _SCHEMA = 2  # version of scores.json
 _BEST = {"report": "best_r", "unseen": "best_r_unseen"}  # split → key in `reference_scores`
 
 Scores = dict[str, dict[str, EnvelopeScores]]  # split → decoder → its scores
-Reported = Mapping[str, Mapping[str, Any]] | None  # split → decoder → an object with their digest
+Reported = Mapping[str, Mapping[str, Any]] | None  # split → decoder → object with `digest`
 
 
 def scores_file(
@@ -56,7 +56,7 @@ def scores_file(
 class ScoresFile:
     """The contents of scores.json."""
 
-    schema: int
+    schema: int  # `_SCHEMA` when it was written
     best: dict[str, float]  # split → an upper bound on the correlation r of any decoder
     splits: dict[str, dict[str, Any]]  # split → decoder → its scores
     challenge: dict[str, Any]  # decoder → its `ChallengeScore`
@@ -66,15 +66,14 @@ class ScoresFile:
 def read_scores(folder: Path, reported: Reported) -> tuple[Scores, dict[str, float]]:
     """Return a run's scores by split and decoder, and by split an upper bound on any decoder's r.
 
-    The scores are checked against their digests, and against `reported`, `scores` of result.json.
+    The scores are checked against their digests in scores.json, and against the digests in
+    `reported`, the value of the key `scores` in result.json.
     """
     path = folder / SCORES
     try:
-        file = read(ScoresFile, read_json(path), path)
+        file = read(ScoresFile, check_schema(read_json(path), _SCHEMA, path), path)
     except FileNotFoundError:
         raise BadInput(f"{path} cannot be read (No such file or directory)") from None
-    if file.schema != _SCHEMA:
-        raise BadInput(f"{path} has schema {file.schema}; this frostlab reads {_SCHEMA}")
     for name, values in file.challenge.items():
         read(ChallengeScore, values, f"{path}: challenge {name!a:.40}")
     for split, decoders in file.splits.items():

@@ -32,14 +32,14 @@ FURTHER = "further.json"
 class FurtherScore:
     """The metrics of one run's best weights on one set of further data."""
 
-    comparison: str
-    arm: str
-    seed: int
+    comparison: str  # its name
+    arm: str  # name of the run's arm
+    seed: int  # seed of the run
     data: str  # the group's name for the data
     settings: dict[str, Any]  # of the evaluation, such as data.language
     weights: str | None  # digest of the weights that were evaluated
     source: str  # where the examples come from
-    metrics: dict[str, float | None]
+    metrics: dict[str, float | None]  # metric → value; null: not finite
     n: int  # number of examples, tokens or subjects
     caution: str | None  # a warning to show with the metrics
 
@@ -56,20 +56,20 @@ class FurtherArm:
 class FurtherResult:
     """The arms of one comparison on one set of further data."""
 
-    comparison: str
-    data: str
-    source: str
-    metric: str
-    n: int
-    caution: str | None
-    arms: dict[str, FurtherArm]
+    comparison: str  # its name
+    data: str  # the group's name for the data
+    source: str  # where the examples come from
+    metric: str  # the metric of the summaries
+    n: int  # number of examples, tokens or subjects
+    caution: str | None  # a warning to show with the numbers
+    arms: dict[str, FurtherArm]  # arm → its result
 
 
 @dataclass(frozen=True)
 class _Scores:
     """The content of further.json."""
 
-    scores: list[FurtherScore]
+    scores: list[FurtherScore]  # one per run and data
 
 
 def read_scores_of(folder: Path) -> list[FurtherScore]:

@@ -30,9 +30,9 @@ By = Literal["all", "model", "task"]
 class Mean:
     """The mean effect of one arm over several comparisons."""
 
-    arm: str
-    metric: str
-    by: By
+    arm: str  # its name
+    metric: str  # the metric that decides in these comparisons
+    by: By  # how comparisons are grouped
     value: str  # such as BERT or classification; empty for all comparisons
     shortcomings: tuple[str, ...]  # confounded, reduced; the same for all these comparisons
     comparisons: tuple[str, ...]  # their folders, by path from the folder that is reported
@@ -49,10 +49,10 @@ class Contrast:
     They are subtracted or, if the effects are ratios, divided.
     """
 
-    arm: str
-    metric: str
-    models: tuple[str, str]
-    shortcomings: tuple[str, ...]
+    arm: str  # its name
+    metric: str  # the metric that decides in these comparisons
+    models: tuple[str, str]  # the two kinds of models
+    shortcomings: tuple[str, ...]  # as in `Mean`
     effect: Effect  # of the first model, minus or divided by that of the second
 
 
@@ -60,9 +60,9 @@ class Contrast:
 class Means:
     """The content of means.json."""
 
-    schema: int
-    means: tuple[Mean, ...]
-    contrasts: tuple[Contrast, ...]
+    schema: int  # `SCHEMA` when it was written
+    means: tuple[Mean, ...]  # one per arm, metric, grouping and value
+    contrasts: tuple[Contrast, ...]  # for arms with comparisons of both models
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values of means.json."""

@@ -9,7 +9,7 @@ data to evaluate the runs on, the scores on them (further.json).
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from frostlab.records.manifest import MANIFEST, write_manifest
 from frostlab.storage import cache_folder, finite, read_json, write_whole
 from frostlab.text import plain
 from frostlab.training.progress import choose_screen
-from frostlab.typed import read
+from frostlab.typed import check_schema, read
 
 _SCHEMA = 1  # version of group.json
 _DEFAULT_PARENT = Path("comparisons")
@@ -64,12 +64,12 @@ class GroupResult:
             states = ["no summary yet"]
         return plain(f"GroupResult({self.folder}: {', '.join(states)})")
 
-    @property
+    @cached_property
     def summary(self) -> GroupSummary:
         """The results of every comparison and arm, with those of the published studies."""
         return read_summary(self.folder)
 
-    @property
+    @cached_property
     def comparisons(self) -> dict[str, Comparison]:
         """The finished comparisons by name."""
         return {
@@ -174,9 +174,9 @@ def run_group(
 class _Stored:
     """The content of group.json."""
 
-    schema: int
-    name: str
-    as_published: bool
+    schema: int  # `_SCHEMA` when it was written
+    name: str  # name of the group
+    as_published: bool  # whether the settings are those of the sources
     group: dict[str, Any]  # the keys of the group's file
     folder: str | None  # absolute path of the file's folder; None if the group is shipped
 
@@ -188,10 +188,7 @@ def _stored(folder: Path) -> _Stored | None:
         values = read_json(path)
     except FileNotFoundError:
         return None
-    version = values.get("schema") if isinstance(values, dict) else None
-    if version != _SCHEMA:
-        raise BadInput(f"{path} has schema {version!r:.40}, and this frostlab reads {_SCHEMA}")
-    return read(_Stored, values, path)
+    return read(_Stored, check_schema(values, _SCHEMA, path), path)
 
 
 def _check_folder(folder: Path, group: Group, as_published: bool) -> None:

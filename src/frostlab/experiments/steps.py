@@ -1,8 +1,8 @@
 """The kinds of training steps that a recipe takes in its stages, and their measured times.
 
 The data are not needed. Models are built without values: on the meta device, or in uninitialized
-memory if the recipe has stages, because a stage can add layers, which are built in memory. steps.jsonl has the
-measured times: the lines that benchmarks/catalogue.py printed on MACHINE.
+memory if the recipe has stages, because a stage can add layers, which are built in memory.
+steps.jsonl has the measured times: the lines that benchmarks/catalogue.py printed on MACHINE.
 """
 
 import json

@@ -27,7 +27,7 @@ from frostlab.experiments.plans import (
 )
 from frostlab.recipe.groups import Group, Interaction
 from frostlab.storage import read_json
-from frostlab.typed import read
+from frostlab.typed import check_schema, read
 
 SCHEMA = 1  # version of summary.json
 SUMMARY = "summary.json"
@@ -42,10 +42,10 @@ _SHORTENED = ("train.steps", "train.epochs", "evaluate.every", "watch.every_n_st
 class TimeGap:
     """The time of an arm's step relative to the baseline's."""
 
-    ratio: float | None
-    low: float | None
-    high: float | None
-    verdict: Word | None
+    ratio: float | None  # None if it is not finite
+    low: float | None  # lower end of the ratio's interval; None: unbounded
+    high: float | None  # upper end, likewise
+    verdict: Word | None  # None: no verdict
     proven: bool  # whether the timing can be trusted
 
 
@@ -53,11 +53,11 @@ class TimeGap:
 class ArmSummary:
     """The results of one arm."""
 
-    arm: str
+    arm: str  # its name
     does: str  # what its treatment does to the model
     runs: int  # finished runs
     mean: float | None  # of the metric, over the finished runs that can be paired
-    std: float | None
+    std: float | None  # standard deviation over the same runs; None for a single run
     gap: Effect | None  # effect against the baseline, paired by seed; None: baseline, or no pairs
     verdict: Word | None  # None for the baseline
     sentence: str | None  # the verdict in a sentence
@@ -72,9 +72,9 @@ class ArmSummary:
 class Answered:
     """A question and its answer, for the whole group or by comparison."""
 
-    question: str
-    answer: str
-    by_comparison: dict[str, str] = field(default_factory=dict)
+    question: str  # in words
+    answer: str  # in a sentence; empty if each comparison has its own
+    by_comparison: dict[str, str] = field(default_factory=dict)  # name → its answer
 
 
 @dataclass(frozen=True)
@@ -82,20 +82,20 @@ class ComparisonSummary:
     """One comparison of the group."""
 
     name: str  # also the name of its folder
-    status: Status
-    about: str = ""
-    metric: str | None = None
-    seeds: int = 0
+    status: Status  # whether it has verdicts
+    about: str = ""  # what is compared, as in the plan
+    metric: str | None = None  # the metric that decides
+    seeds: int = 0  # number of seeds
     model: str | None = None  # BERT, GPT or another kind
-    data: str | None = None
+    data: str | None = None  # `data.name` of the recipe
     caution: str | None = None  # a warning to show with every number
     reduced: tuple[str, ...] = ()  # how the runs were made smaller: scale, fewer steps, stand-ins
     changed: tuple[str, ...] = ()  # settings of the baseline that differ from the group's plan
-    baseline: str | None = None
+    baseline: str | None = None  # name of the arm
     # how the baseline's weights were changed or frozen; None if they were not
     baseline_treated: str | None = None
     oelm: str | None = None  # the arm with orthogonal frozen query and key weights
-    arms: tuple[ArmSummary, ...] = ()
+    arms: tuple[ArmSummary, ...] = ()  # in the plan's order
     # the plan's questions; without any, the OELM study's questions, if there is an OELM arm
     questions: tuple[Answered, ...] = ()
 
@@ -109,11 +109,11 @@ class ComparisonSummary:
 class GroupSummary:
     """A group of comparisons and its results so far."""
 
-    schema: int
-    group: str
-    about: str
-    as_published: bool
-    comparisons: tuple[ComparisonSummary, ...]
+    schema: int  # `SCHEMA` when it was written
+    group: str  # its name
+    about: str  # its description
+    as_published: bool  # whether the settings are those of the sources
+    comparisons: tuple[ComparisonSummary, ...]  # in the group's order
     questions: tuple[Answered, ...]  # of the OELM study; empty if no comparison asks them
     interactions: tuple[Answered, ...]  # on how an arm's effect differs between comparisons
     further: tuple[FurtherResult, ...]  # the runs' best weights on further data
@@ -130,10 +130,7 @@ def read_summary(folder: Path) -> GroupSummary:
         values = read_json(path)
     except FileNotFoundError:
         raise BadInput(f"{folder} has no {SUMMARY} yet") from None
-    version = values.get("schema") if isinstance(values, dict) else None
-    if version != SCHEMA:
-        raise BadInput(f"{path} has schema {version!r:.40}, and this frostlab reads {SCHEMA}")
-    return read(GroupSummary, values, path)
+    return read(GroupSummary, check_schema(values, SCHEMA, path), path)
 
 
 def summarize(

@@ -79,7 +79,7 @@ class Activity:
     def listening(self) -> AbstractContextManager[Any]:
         """Return a context for a forward pass that measures attention if a measurement is due.
 
-        Where a method of the model is called instead of `model(…)`, the model's hooks do not run.
+        Use it where the model is not called as `model(…)`: the model's hooks do not run then.
         """
         if self._attention_entropy and self._is_due():
             return _AttentionMode(self._measured)

@@ -19,17 +19,20 @@ from frostlab.records.schema import (
     Event,
     FlowEvent,
     FlowPartsEvent,
+    ResumeEvent,
     StartEvent,
-    read,
 )
 from frostlab.storage import finite, parse_json, read_bytes, write_whole
 from frostlab.text import plain
+from frostlab.typed import check_schema, read
 
 if TYPE_CHECKING:
     from frostlab.flow.diagnosis import DepthRatios
     from frostlab.flow.judge import PartVerdict, Rules
 
 SCHEMA = 1  # version of the file that `Flow.save` writes
+# the kinds of events that tell the flow of a run
+_OF_FLOW = (StartEvent, ResumeEvent, EvaluationEvent, FlowPartsEvent, FlowEvent)
 QUANTITIES = {
     "gradient": "norm of the gradient that the optimizer got, after unscaling and clipping",
     "before_clip": "norm of the gradient before clipping, where it was measured",
@@ -49,12 +52,12 @@ class PartFacts:
     If the architecture is unknown, a part is all tensors of one module.
     """
 
-    name: str
+    name: str  # such as layers[0].query
     peers: str  # the role; in an unknown architecture, the module's path with `*` for numbers
     stack: str  # such as "encoder"; empty if the model has one stack, or outside the stacks
     layer: int | None  # index in the stack; None if no layer, or several, hold the part
     state: str  # trainable, frozen, or fixed: the model never trains it
-    tensors: tuple[str, ...]
+    tensors: tuple[str, ...]  # names of its tensors
     learning: tuple[str, ...]  # tensors that require a gradient
     missing: tuple[str, ...]  # tensors that require a gradient and are in no optimizer
     groups: tuple[int, ...]  # indices of the optimizer groups that hold tensors of the part
@@ -79,8 +82,8 @@ class GroupFacts:
     """The settings of one optimizer parameter group that the verdicts depend on."""
 
     decay: float  # weight decay
-    momentum: float
-    eps: float
+    momentum: float  # 0 if the optimizer has none
+    eps: float  # 0 if the optimizer has none
     coupled: bool = False  # weight decay is added to the gradient (L2), not decoupled (AdamW)
 
     @classmethod
@@ -311,7 +314,7 @@ def load_flow(run_or_path: RunRecord | str | Path, stage: str | None = None) -> 
 def flows_of(folder: str | Path) -> dict[str, Flow]:
     """Return the flow of each watched stage of a finished or running run, by stage name."""
     path = Path(folder)
-    events = effective(read_events(path / "events.jsonl", ("step", "epoch", "checkpoint")))
+    events = effective(read_events(path / "events.jsonl", *_OF_FLOW))
     if not events:
         raise BadInput(f"load_flow: {path} is not a run: it has no events")
     where = f"load_flow: the flow in {path}/events.jsonl"
@@ -328,32 +331,32 @@ def flows_of(folder: str | Path) -> dict[str, Flow]:
 class _StoredReport:
     """A report in a file, with null for NaN and infinity."""
 
-    step: int
-    values: dict[str, list[float | None]]
-    rates: list[float | None]
-    unreached: list[str]
-    largest: dict[str, float | None]
-    ranges: dict[str, float | None]
-    broken: list[int]
-    dead: dict[str, float | None]
-    saturated: dict[str, float | None]
-    entropy: dict[str, list[float | None]]
+    step: int  # optimizer steps done
+    values: dict[str, list[float | None]]  # quantity → value by part
+    rates: list[float | None]  # learning rate by group
+    unreached: list[str]  # trainable tensors without a gradient
+    largest: dict[str, float | None]  # front, back and output → mean of the tensors' max |gradient|
+    ranges: dict[str, float | None]  # tensor of the front → max - min of its weights
+    broken: list[int]  # indices of parts with NaN or infinity
+    dead: dict[str, float | None]  # module → share of dead units
+    saturated: dict[str, float | None]  # module → share of saturated units
+    entropy: dict[str, list[float | None]]  # attention call → entropy by head
 
 
 @dataclass(frozen=True)
 class _StoredFlow:
     """The contents of a file that `Flow.save` wrote."""
 
-    schema: int
-    model: str
-    optimizer: str
-    moved: tuple[str, ...]
-    verified: bool
-    groups: tuple[GroupFacts, ...]
-    parts: tuple[PartFacts, ...]
-    reports: list[_StoredReport]
-    caution: str | None = None
-    run: str | None = None
+    schema: int  # `SCHEMA` when it was written
+    model: str  # class of the model
+    optimizer: str  # class of the optimizer
+    moved: tuple[str, ...]  # names of parts with a frozen tensor that changed
+    verified: bool  # whether frozen parts were compared with their digests
+    groups: tuple[GroupFacts, ...]  # parameter groups of the optimizer
+    parts: tuple[PartFacts, ...]  # parts of the model
+    reports: list[_StoredReport]  # measured steps, in order
+    caution: str | None = None  # a warning to show with the numbers
+    run: str | None = None  # the run that was measured, in words; null outside a run
 
 
 def _load_file(path: Path) -> Flow:
@@ -362,9 +365,8 @@ def _load_file(path: Path) -> Flow:
         data = parse_json(read_bytes(path), where)
     except FileNotFoundError:
         raise BadInput(f"{where}: No such file or directory") from None
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise BadInput(f"{where} is not a flow of schema {SCHEMA}; `flow.save` makes one")
-    stored = read(_StoredFlow, data, where)
+    advice = "; `flow.save` writes such a file"
+    stored = read(_StoredFlow, check_schema(data, SCHEMA, where, advice), where)
     flow = Flow(stored.model, stored.optimizer)
     flow.parts, flow.groups = stored.parts, stored.groups
     flow.moved, flow.verified, flow.caution = stored.moved, stored.verified, stored.caution

@@ -16,15 +16,12 @@ from typing import Any
 
 from frostlab.errors import BadInput
 from frostlab.matrix.store import DriverState, MatrixFolder, PlannedRun, RunState, find_matrix
-from frostlab.records.index import EVENTS, Summary, lines_backwards, list_runs
+from frostlab.records.index import EVENTS, Summary, list_runs
 from frostlab.storage import open_regular
-from frostlab.typed import parse
 
 ENDED = ("finished", "diverged")
 FAILED = ("failed", "crashed", "refused", "missing", "damaged")
 _LOG_BYTES = 1 << 16  # bytes that are read from the end of a log
-_STAGE = b'{"kind": "stage"'  # the beginning of the line of a stage event
-_STEPS = (b'{"kind": "step"', b'{"kind": "resume"', _STAGE)
 
 
 @dataclass(frozen=True)
@@ -171,22 +168,22 @@ def _with_progress(row: RunStatus, runs: Path) -> RunStatus:
 
 def _progress(path: Path) -> tuple[int | None, int | None, float | None, float | None]:
     """Return a run's last step, its largest possible step, last loss and steps per second."""
-    step = steps = loss = speed = None
-    for line in lines_backwards(path):
-        # After the last loss, only the stage is looked for: a long run has many steps to parse.
-        if not line.startswith(_STEPS if loss is None else _STAGE):
-            continue
-        values = parse(line) or {}
-        step = values.get("step") if step is None else step
-        if values.get("kind") == "step" and loss is None:
-            losses, milliseconds = values.get("loss") or [None], values.get("ms") or []
-            loss = losses[-1]
-            median = sorted(milliseconds)[len(milliseconds) // 2] if milliseconds else 0.0
+    from frostlab.records.folder import LatestEvents  # here, because most runs have ended
+    from frostlab.records.schema import ResumeEvent, StageEvent, StepEvent
+
+    step = loss = speed = None
+    latest = LatestEvents(path)
+    while (event := latest.next(StepEvent, ResumeEvent, StageEvent)) is not None:
+        step = event.step if step is None else step
+        if isinstance(event, StepEvent):
+            loss = event.loss[-1] if event.loss else None
+            median = sorted(event.ms)[len(event.ms) // 2] if event.ms else 0.0
             speed = 1e3 / median if median > 0 else None
-        if values.get("kind") == "stage":
-            steps = values["step"] + values["steps"]
+        if isinstance(event, StageEvent) or loss is not None:
             break
-    return step, steps, loss, speed
+    # Only the stage is looked for from here on: a long run has many steps to parse.
+    stage = event if isinstance(event, StageEvent) else latest.next(StageEvent)
+    return step, None if stage is None else stage.step + stage.steps, loss, speed
 
 
 def last_line(matrix: MatrixFolder, name: str) -> str | None:

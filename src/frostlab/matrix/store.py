@@ -20,7 +20,7 @@ from typing import Any
 
 from frostlab.errors import BadInput, nearest
 from frostlab.storage import Lock, digest_of, finite, is_locked, read_json, write_whole
-from frostlab.typed import read
+from frostlab.typed import check_schema, read
 
 SCHEMA = 1  # version of matrix.json and state.json
 MATRICES = "matrices"
@@ -37,10 +37,10 @@ class PlannedRun:
     name: str  # of its folder
     id: str  # the experiment's id, or the recipe's name with its settings
     phase: str  # the group, or the matrix's name
-    data: str
+    data: str  # name of its data
     method: str  # the treatment
-    seed: int
-    metric: str
+    seed: int  # the seed of its recipe
+    metric: str  # the metric that selects its checkpoint
     recipe: int  # index in `MatrixPlan.recipes`
     optional: bool = False  # whether the published studies only suggest it
     baseline: str | None = None  # name of the run that it is compared with; null: none
@@ -51,12 +51,12 @@ class PlannedRun:
 class MatrixPlan:
     """The content of matrix.json."""
 
-    schema: int
-    name: str
+    schema: int  # `SCHEMA` when it was written
+    name: str  # name of the matrix
     source: str  # the group or file that it was made from
     planned: float  # s since 1970
-    data_dir: str | None
-    runs: list[PlannedRun]
+    data_dir: str | None  # folder of the data sets; null: the default
+    runs: list[PlannedRun]  # in the order of the queue
     recipes: list[dict[str, Any]]  # without their seeds
 
     @property
@@ -76,18 +76,18 @@ class RunState:
     state: str  # running, pending, failed, stopped, crashed, refused or missing
     place: str | None = None  # device, node or job
     began: float | None = None  # s since 1970
-    attempts: int = 1
-    error: str | None = None
+    attempts: int = 1  # how often the driver began it
+    error: str | None = None  # why it failed, in one line; null if it did not
 
 
 @dataclass(frozen=True)
 class DriverState:
     """The content of state.json."""
 
-    schema: int
+    schema: int  # `SCHEMA` when it was written
     status: str  # running, waiting, stopping, stopped, finished
-    pid: int
-    host: str
+    pid: int  # id of the driver's process
+    host: str  # name of its machine
     began: float  # s since 1970
     updated: float  # s since 1970
     places: str  # the devices, or the cluster
@@ -139,8 +139,9 @@ class MatrixFolder:
 
     def state(self) -> DriverState | None:
         """Return what the driver last wrote; None if it has written nothing readable."""
+        path = self.path / _STATE
         try:
-            state = read(DriverState, read_json(self.path / _STATE), self.path / _STATE)
+            state = read(DriverState, check_schema(read_json(path), SCHEMA, path), path)
         except (OSError, BadInput):
             return None
         if state.status != "finished" and not self.is_live(state):
@@ -195,10 +196,7 @@ def read_plan(path: Path) -> MatrixPlan:
         values = read_json(path)
     except FileNotFoundError:
         raise BadInput(f"{path.parent} holds no matrix: it has no {path.name}") from None
-    version = values.get("schema") if isinstance(values, dict) else None
-    if version != SCHEMA:
-        raise BadInput(f"{path} has schema {version!r:.40}, and this frostlab reads {SCHEMA}")
-    plan = read(MatrixPlan, values, path)
+    plan = read(MatrixPlan, check_schema(values, SCHEMA, path), path)
     if any(not 0 <= run.recipe < len(plan.recipes) for run in plan.runs):
         raise BadInput(f"{path}: a run names a recipe that is not in the list")
     return plan
@@ -259,8 +257,8 @@ class Holder:
     """The driver that holds the lock of a folder of runs."""
 
     name: str  # of its matrix
-    pid: int
-    host: str
+    pid: int  # id of its process
+    host: str  # name of its machine
 
 
 def holder_of(runs: Path) -> Holder | None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from frostlab.errors import BadInput, FrostlabError, first_line
-from frostlab.recipe.recipe import Recipe
-from frostlab.records.folder import RunRecord, differences, finished_status, start_of
+from frostlab.recipe.recipe import Recipe, differences
+from frostlab.records.folder import RunRecord, finished_status, start_of
 from frostlab.storage import write_whole
 from frostlab.text import number
 

@@ -1,6 +1,6 @@
-"""The figures of a comparison's report.
+"""The figures of a comparison's report: rows from its records, which `pages.figures` draws.
 
-The functions turn the comparison's records into rows, which `pages.figures` draws. Each returns the figures that the comparison's records allow, possibly none.
+Each function returns the figures that the comparison's records allow, possibly none.
 """
 
 import math
@@ -257,7 +257,7 @@ def _flops(
 
 
 def _selecting(compared: "Compared") -> tuple[str | None, str]:
-    """Return the metric to draw (the plan's, if evaluated) and the split that selects checkpoints."""
+    """Return the metric to draw (the plan's, if evaluated) and the split that selects the weights."""
     data, metric = compared.evidence.data, compared.evidence.rules.metric
     split = "tune" if data is not None and "tune" in data.splits else "report"
     evaluations = [

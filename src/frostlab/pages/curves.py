@@ -1,29 +1,24 @@
-"""Training curves of runs, read from their events line by line.
+"""Training curves of runs, averaged from their events.
 
-A run can have a million events. Only the kinds that a curve needs are parsed, and the losses and
-times of training steps are averaged over spans of steps while they are read.
+A run can have a million events. The losses and times of training steps are averaged over spans of
+steps while they are read.
 """
 
 import math
-import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, cast
+from typing import Any
 
 from frostlab.errors import BadInput
-from frostlab.storage import parse_json, read_lines
-from frostlab.typed import parse
+from frostlab.records.folder import effective_values
+from frostlab.records.schema import EvaluationEvent, StepEvent
 
 POINTS = 200  # most points of a curve
 _ALL_POINTS = 2000  # approximate number of points of all curves in a figure
 _FEWEST = 50  # points that a curve keeps in any figure, unless it has fewer
-# matches an event of a kind that no curve needs
-_SKIPPED = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(?!(?:step|evaluation|resume)")\w+"')
 _EVENTS = "events.jsonl"
-_BATCH = 1 << 14  # bytes of lines that are parsed at once
 
 
 @dataclass(frozen=True)
@@ -71,65 +66,17 @@ def read_curve(folder: Path, span: int = 1) -> Curve | None:
     """Read a run's curve, with `span` steps in each average; None if the run has no events."""
     path = folder / _EVENTS
     try:
-        curve, resumed = _read(path, span, ())
-        if resumed:  # read it again, without the events that the resumed run repeated
-            curve, _ = _read(path, span, resumed)
+        return _read(path, span)
     except FileNotFoundError:
         return None
-    return curve
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the values of each line that may be needed."""
-    numbers: list[int] = []
-    lines: list[bytes] = []
-    size = 0
-    for number, line in enumerate(read_lines(path), 1):
-        if _SKIPPED.match(line):
-            continue  # without parsing it, which takes most of the time
-        numbers.append(number)
-        lines.append(line)
-        size += len(line)
-        if size > _BATCH:
-            yield from zip(numbers, _parsed(lines), strict=True)
-            numbers, lines, size = [], [], 0
-    yield from zip(numbers, _parsed(lines), strict=True)
-
-
-def _parsed(lines: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Return the values of each line; an empty dict for a line that is not a JSON object.
-
-    All lines are parsed at once, which is almost twice as fast, unless one of them is damaged.
-    """
-    try:
-        values = parse_json(b"[" + b",\n".join(lines) + b"]", "")
-        if len(values) == len(lines) and set(map(type, values)) <= {dict}:
-            return cast("list[dict[str, Any]]", values)
-    except BadInput:
-        pass
-    return [parse(line) or {} for line in lines]
-
-
-def _read(
-    path: Path, span: int, resumed: Sequence[tuple[int, int]]
-) -> tuple[Curve, list[tuple[int, int]]]:
-    """Return a run's curve, and the line and the step of every resume.
-
-    `resumed` has the resumes that an earlier reading found. If the resumed run took steps again,
-    the curve has only the events of its last attempt at them.
-    """
+def _read(path: Path, span: int) -> Curve:
     evaluations: dict[int, Evaluation] = {}
     losses, times = _Average(span), _Average(span)
-    last_valid = _last_valid(resumed)
-    met = []
-    for number, values in _lines(path):
-        kind = values.get("kind")
+    for number, values in effective_values(path, StepEvent, EvaluationEvent):
         try:
-            if kind == "resume":
-                met.append((number, int(values["step"])))
-            elif kind not in ("step", "evaluation") or values["step"] > last_valid(number):
-                continue  # another event, or a step that the resumed run took again
-            elif kind == "step":
+            if values["kind"] == StepEvent.kind:
                 warmup, ms = values["warmup"], values["ms"]
                 losses.add(values["first"], values["loss"])
                 times.add(values["first"] + warmup, ms[warmup:] if warmup else ms)
@@ -140,19 +87,7 @@ def _read(
         except (KeyError, TypeError, ValueError, AttributeError):
             raise BadInput(f"{path} line {number} is not a valid event") from None
     in_order = tuple(evaluations[step] for step in sorted(evaluations))
-    return Curve(in_order, losses.means(), times.means()), met
-
-
-def _last_valid(resumed: Sequence[tuple[int, int]]) -> Callable[[int], float]:
-    """Return a function: number of a line → the last step that no later resume took again."""
-    if not resumed:
-        return lambda line: math.inf
-    lines = [line for line, _ in resumed]
-    least: list[float] = [math.inf]
-    for _, step in reversed(resumed):
-        least.append(min(least[-1], step))
-    least.reverse()  # by the number of resumes before a line
-    return lambda line: least[bisect_right(lines, line)]
+    return Curve(in_order, losses.means(), times.means())
 
 
 def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:

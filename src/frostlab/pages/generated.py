@@ -18,8 +18,9 @@ def generated_texts(
     """Return a table of the runs' samples, prompt by prompt; an empty list if no run has any.
 
     `runs` has for each run the name to show, such as its arm's, and its folder, relative to the
-    reported folder. If all names are empty, the table has no column for them. A file that cannot be read is left out, and
-    the error is added to `problems`, if given; a run without samples is skipped.
+    reported folder. If all names are empty, the table has no column for them.
+    A file that cannot be read is left out, and the error is added to `problems`, if given; a run
+    without samples is skipped.
     """
     by_prompt: dict[str, list[tuple[str | Cell, ...]]] = {}
     first, named = "", False

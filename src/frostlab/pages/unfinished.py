@@ -4,10 +4,10 @@ from pathlib import Path
 
 from frostlab.comparison.evidence import read_plan
 from frostlab.comparison.plan import SCHEMA, Plan
-from frostlab.errors import BadInput
 from frostlab.pages.content import Block, Cell, Document, Records, Section, Table, item, words
 from frostlab.records.index import RESULT, Summary, is_run, read_run
 from frostlab.text import NONE, plain
+from frostlab.typed import check_schema
 
 PLAN = "plan.json"
 _ENDED_BADLY = ("failed", "diverged", "damaged")
@@ -47,12 +47,8 @@ def document(folder: Path, language: str) -> Document:
 
 
 def _plan(folder: Path, records: Records) -> Plan:
-    version = records.value(PLAN, "schema")
-    if version != SCHEMA:
-        raise BadInput(
-            f"{folder / PLAN} has schema {version!r:.40}, and this frostlab reads {SCHEMA}"
-        )
-    return read_plan(records.value(PLAN, "plan"), folder / PLAN)
+    path = folder / PLAN
+    return read_plan(check_schema(records.value(PLAN), SCHEMA, path).get("plan"), path)
 
 
 def _runs(folder: Path) -> list[Summary]:

@@ -28,6 +28,7 @@ from frostlab.pages.tables import table_files
 from frostlab.records.index import is_comparison, is_run
 from frostlab.storage import Lock, file_digest, read_json, remove_temporary
 from frostlab.text import plain, wrapped
+from frostlab.typed import check_schema
 
 PAGE, RECORD, LISTING = "report.html", "report.md", "report.json"
 _SCHEMA = 1  # version of report.json
@@ -202,12 +203,11 @@ def _content(facts: Mapping[str, Any], files: Iterable[str]) -> bytes:
 
 def _listing(folder: Path) -> dict[str, Any]:
     """Return the content of report.json; empty if it is missing, damaged or of another schema."""
+    path = folder / LISTING
     try:
-        values = read_json(folder / LISTING)
+        return check_schema(read_json(path), _SCHEMA, path)
     except (FileNotFoundError, BadInput):
         return {}
-    fits = isinstance(values, dict) and values.get("schema") == _SCHEMA
-    return values if fits else {}
 
 
 def _listed_files(listing: Mapping[str, Any]) -> list[str]:

@@ -270,8 +270,8 @@ class SimulatedEEG(EEGData):
 class RecordedEEG(EEGData):
     """Base class of recorded EEG: a folder, and the subjects to train on and to hold out."""
 
-    # A relative path in a recipe's file is looked up in the folder of that file, one in a setting
-    # (--set) in the working folder; if it is not there, in the data folder.
+    # A relative path is looked up in the folder of the recipe's file or, if it comes from a setting
+    # (--set), in the working folder. If it is not there, it is looked up in the data folder.
     path: str
     seen: Names | None = None  # the subjects to train on; null: all that are not unseen
     unseen: Names | Share | None = None  # subjects in no training split: names, or a share

@@ -114,8 +114,8 @@ class Group(Strict):
     def recipes(self, settings: Mapping[str, Any] | None = None) -> dict[str, Recipe]:
         """Load the recipes of the experiments, the fair comparisons and their further evaluations.
 
-        The settings are put on top of each of them. Recipes that are written out in the group's
-        file are left out.
+        The settings are put on top of each of them. A fair comparison is left out if its `recipe`
+        is not a name or path, but a mapping in the group's file.
         """
         recipes = {name: self.recipe(name, settings) for name in self.experiments}
         for comparison in self.fair.values():
@@ -166,7 +166,8 @@ def group_table(group: Group, width: int | None) -> list[str]:
     rows: list[tuple[str, ...]] = [("id", "data", "method", "lr", reported, "time")]
     rows += [_row(values, reported) for values in experiments]
     kept = [i for i in range(6) if i < 4 or any(row[i] != NONE for row in rows[1:])]
-    # Users type the ids, so these must stay whole: `columns` shortens no column aligned right.
+    # Users type the ids, so these must stay whole. `columns` shortens no column that is aligned
+    # right, so the ids are padded here and their column is aligned right.
     table = [(row[0].ljust(longest), *(row[i] for i in kept[1:])) for row in rows]
     lines = columns(table, [0, 3], width)
     names = [rows[0][i] for i in kept if i > 3]

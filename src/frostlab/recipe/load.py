@@ -292,7 +292,10 @@ class Layers:
     fixed: set[tuple[str, ...]] = field(default_factory=set)
 
     def add_settings(self, settings: Settings) -> None:
-        """Put settings on top; each stays even if a later one changes the kind of its section."""
+        """Put settings on top.
+
+        A setting stays even if a later one changes the kind of its section, such as `model.kind`.
+        """
         # the scale comes first, because it changes only what is not set later
         for key, value in sorted(settings.items(), key=lambda item: item[0] != "scale"):
             source = key.text if isinstance(key, SettingKey) else "settings"

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
+from frostlab.errors import BadInput
+from frostlab.recipe.bounded_yaml import MOST_DEPTH, shown_key
 from frostlab.recipe.data import Data, Docstrings, Tokenizer, Words
 from frostlab.recipe.model import EnvelopeLoss, GPTModel, Model
 from frostlab.recipe.settings import METRICS, Evaluate, Metric, Optim, Supervise, Train, Watch
@@ -251,3 +253,41 @@ class Recipe(Strict):
             values["treatment"] = SAME.get(self.treatment, self.treatment)
         text = json.dumps(values, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def differences(left: Any, right: Any, path: str = "") -> list[str]:
+    """Return the dotted keys at which two recipes differ, except `about`, the description."""
+    if not (isinstance(left, dict) and isinstance(right, dict)):
+        return [] if left == right else [path]
+    keys = [key for key in {**left, **right} if (path or key != "about")]
+    return [
+        difference
+        for key in keys
+        for difference in differences(left.get(key), right.get(key), f"{path}.{key}".strip("."))
+    ]
+
+
+def set_nested(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set the dotted key `a.b` in nested values, or `a.0.b` in an existing item of a list."""
+    *path, last = key.split(".")
+    if len(path) >= MOST_DEPTH:
+        raise BadInput(f"{shown_key(key)} is nested too deeply; {MOST_DEPTH} levels is the most")
+    inner: Any = values
+    for name in path:
+        inner = (
+            inner[_index(inner, name, key)]
+            if isinstance(inner, list)
+            else (inner.setdefault(name, {}))
+        )
+        if not isinstance(inner, dict | list):
+            raise BadInput(f"{shown_key(key)}: {shown_key(name)} has no settings below it")
+    inner[_index(inner, last, key) if isinstance(inner, list) else last] = value
+
+
+def _index(items: list[Any], name: str, key: str) -> int:
+    """Return `name`, a part of the dotted key `key`, as an index of a list."""
+    if not (name.isascii() and name.isdecimal() and len(name) < 10) or int(name) >= len(items):
+        raise BadInput(
+            f"{shown_key(key)}: {shown_key(name)} is not an index of a list of {len(items)} items"
+        )
+    return int(name)

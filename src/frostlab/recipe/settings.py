@@ -16,7 +16,7 @@ StepKind = Literal["auto", "eager", "compiled", "captured"]
 
 @dataclass(frozen=True)
 class MetricFacts:
-    """The facts about a metric that runs, comparisons and pages need."""
+    """Facts about a metric, for runs, comparisons and pages."""
 
     lower_is_better: bool = False
     # how an arm is compared with the baseline: by the difference; by the ratio, on the log scale;
@@ -25,7 +25,7 @@ class MetricFacts:
     margin: float | None = None  # default margin of a comparison
     bounds: tuple[float, float] = (-math.inf, math.inf)  # the least and the largest possible value
     form: Literal["number", "percent", "r"] = "number"  # how pages show it
-    target: float | None = None  # of `frostlab diagnose` if evaluate.target is null
+    target: float | None = None  # for `frostlab diagnose`, if evaluate.target is null
 
     @property
     def spans_decades(self) -> bool:
@@ -82,11 +82,12 @@ Every = Annotated[int | str, AfterValidator(_check_every)]
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """The facts about an optimizer that estimates of memory and time and verdicts on flow need."""
+    """Facts about an optimizer, for estimates of memory and time and verdicts on gradient flow."""
 
     moments: int  # tensors of a parameter's size that it keeps, with torch's default settings
     normalises: bool = False  # its updates do not scale with the gradient
-    coupled: bool = False  # adds weight decay to the gradient, and its groups do not say so
+    # adds weight decay to the gradient, and has no `decoupled_weight_decay` in its parameter groups
+    coupled: bool = False
 
     @property
     def state_bytes(self) -> int:
@@ -256,6 +257,6 @@ class Evaluate(Strict):
     # value of the metric; the result records the steps and seconds until it was reached
     target: float | None = None
     # number of the longest examples that make a batch; batches of shorter examples have about as
-    # many tokens, so more examples. null: train.batch / train.accumulate and, for a classifier,
-    # that times the number of layers with trainable weights
+    # many tokens, so more examples. null: train.batch / train.accumulate, which a classifier
+    # multiplies by the number of layers with trainable weights
     batch: Positive | None = None

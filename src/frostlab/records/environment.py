@@ -25,8 +25,11 @@ import psutil  # type: ignore[import-untyped]
 
 import frostlab
 from frostlab import storage
+from frostlab.errors import BadInput
 from frostlab.launcher import command
 from frostlab.records.telemetry import Gpu, wanted_gpu
+from frostlab.storage import read_bytes
+from frostlab.typed import check_numbers, parse
 
 VARIABLES = (  # environment variables to record, because they affect speed or results
     "OMP_NUM_THREADS",
@@ -128,6 +131,19 @@ def environment(device: str) -> dict[str, Any]:
         "code": _own_code(),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
     }
+
+
+def read_environment(folder: Path, name: str = "environment.json") -> dict[str, Any]:
+    """Return the contents of an environment file: the machine, the libraries and the command."""
+    path = folder / name
+    try:
+        values = parse(read_bytes(path))
+    except FileNotFoundError:
+        raise BadInput(f"{path} does not exist (yet)") from None
+    if values is None:
+        raise BadInput(f"{path} is not a JSON object")
+    check_numbers(values, path)
+    return values
 
 
 def _device_name(device: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Run folders: `RunFolder` writes one, and `RunRecord` reads it as typed records.
+"""Run folders: `RunFolder` writes one, `RunRecord` and the readers of events read it, typed.
 
 Only one process at a time can open a `RunFolder`. A `RunFolder` appends events, and writes other
 files atomically, so that they are complete or absent.
@@ -11,12 +11,10 @@ import json
 import os
 import shutil
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass
-from functools import cached_property
-from itertools import accumulate
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar, overload
 
@@ -37,23 +35,25 @@ from frostlab.records.schema import (
     ResumeEvent,
     StageEvent,
     StartEvent,
+    event_of,
     read_event,
     read_result,
 )
 from frostlab.storage import (
+    LINE_BYTES,
     Lock,
     check_name,
     finite,
     open_append,
+    open_regular,
     read_bytes,
-    read_lines,
     remove_temporary,
     whole_file,
     whole_folder,
     write_whole,
 )
 from frostlab.text import number, plain
-from frostlab.typed import check_numbers, parse, read_object
+from frostlab.typed import read_object, read_objects
 
 if TYPE_CHECKING:
     from frostlab.envelopes.scores_json import Scores
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 _Kind = TypeVar("_Kind", bound=Event)
 _INFINITE = float("inf")
-_BLOCK = 1 << 20  # bytes that are read at once to find the last complete event
+_BLOCK = 1 << 20  # bytes that are read at once from the end of events.jsonl
 _ABANDONED = 60.0  # s; an unlocked temporary folder that is older than this is removed
 
 
@@ -210,44 +210,158 @@ def _open_events(path: Path) -> TextIO:
     return io.TextIOWrapper(file, encoding="utf-8", write_through=True)
 
 
-def read_events(path: Path, skipped: Iterable[str] = ()) -> Iterator[Event]:
-    """Yield events; leave out skipped kinds and truncated lines, and refuse invalid events."""
-    starts = tuple(f'{{"kind": "{kind}"'.encode() for kind in skipped)
-    with suppress(FileNotFoundError):
-        for number, line in enumerate(read_lines(path), 1):
-            if line.startswith(starts):
-                continue  # without parsing it, which takes most of the time
-            text = line.decode("utf-8", errors="replace")
-            if (event := read_event(text, f"{path} line {number}")) is not None:
-                yield event
+# Reading events
+
+
+def read_events(
+    path: Path, *kinds: type[_Kind], damaged: list[str] | None = None
+) -> Iterator[_Kind]:
+    """Yield the events of some kinds (by default all) as they stand; see also `effective`.
+
+    The last line is left out if it is truncated. An event that does not fit is an error; with
+    `damaged`, it is left out, and the reason is added to this list.
+    """
+
+    def refuse(error: BadInput) -> None:
+        if damaged is None:
+            raise error
+        damaged.append(str(error).removeprefix(f"{path.parent}{os.sep}"))
+
+    try:
+        for line, values in read_objects(path, _other_kinds(kinds)):
+            where = f"{path} line {line}"
+            if values is None:
+                if damaged is not None:
+                    refuse(BadInput(f"{where} is not a JSON object"))
+                continue
+            try:
+                event = event_of(values, where)
+            except BadInput as error:
+                refuse(error)
+            else:
+                if isinstance(event, kinds or Event):
+                    yield event  # type: ignore[misc]  # without kinds, _Kind is Event
+    except FileNotFoundError:
+        return
+    except BadInput as error:  # the rest of the file cannot be read
+        refuse(error)
+
+
+@cache
+def _other_kinds(kinds: tuple[type[Event], ...]) -> tuple[bytes, ...]:
+    """Return how the lines of all other kinds begin; if `kinds` is empty, there are none."""
+    others = [name for name, kind in EVENTS.items() if kinds and not issubclass(kind, kinds)]
+    return tuple(f'{{"kind": "{name}"'.encode() for name in others)
+
+
+# Events that a resumed run repeated: those after the checkpoint that it resumed from. Starts,
+# resumes and notes stay; the end and the report of the earlier attempt are dropped.
 
 
 def effective(events: Iterable[Event]) -> list[Event]:
-    """Drop events that a resumed run repeated: those after the checkpoint that it resumed from.
+    """Return the events that no resumed run repeated."""
+    kept: list[Event] = []
+    least = _INFINITE  # the least step from which a later part of the run resumed
+    for event in reversed(list(events)):
+        if _least_resume_of(event) <= least:
+            kept.append(event)
+        if isinstance(event, ResumeEvent):
+            least = min(least, event.step)
+    return kept[::-1]
 
-    Starts, resumes and notes stay; the end and the report of the earlier attempt are dropped.
+
+class LatestEvents:
+    """The events that no resumed run repeated, from the last to the first.
+
+    The file is read only as far as needed. Lines that are truncated or do not fit are left out.
     """
-    valid: list[Event] = []
-    kept_from = [-_INFINITE]  # kept_from[n]: a resume at this step or later keeps the first n
-    for event in events:
-        added: list[Event] = [event]
-        if isinstance(event, ResumeEvent):  # all events before `first` stay
-            first = bisect_right(kept_from, event.step) - 1
-            added[:0] = [e for e in valid[first:] if _least_resume(e) <= event.step]
-            del valid[first:], kept_from[first + 1 :]
-        valid += added
-        kept_from += accumulate(map(_least_resume, added), max, initial=kept_from.pop())
-    return valid
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines = _lines_backwards(path)
+        self._least = _INFINITE
+
+    def next(self, *kinds: type[_Kind]) -> _Kind | None:
+        """Return the next earlier event of some kinds; None if there is none."""
+        skipped = _other_kinds((*kinds, ResumeEvent))
+        for line in self._lines:
+            if line.startswith(skipped):
+                continue
+            with suppress(BadInput):
+                event = read_event(line, self._path)
+                counts = event is not None and _least_resume_of(event) <= self._least
+                if isinstance(event, ResumeEvent):
+                    self._least = min(self._least, event.step)
+                if counts and isinstance(event, kinds):
+                    return event
+        return None
 
 
-def _least_resume(event: Event) -> float:
+def effective_values(path: Path, *kinds: type[Event]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the line and the values of events of some kinds that no resumed run repeated.
+
+    This is for pages with a million events: the values are not checked, which would take longer
+    than all the rest, except for `step`; and only a few lines are in memory at once.
+    """
+    resumes: list[tuple[int, int]] = []  # the last first: line, and least step from there on
+    for line, values in reversed(list(_steps(path, (ResumeEvent,)))):
+        later = [step for _, step in resumes[-1:]]
+        resumes.append((line, min([values["step"], *later])))
+    for line, values in _steps(path, kinds):
+        while resumes and resumes[-1][0] < line:
+            resumes.pop()
+        facts = values["kind"], values["step"], values.get("checkpoint")
+        if not resumes or _least_resume(*facts) <= resumes[-1][1]:
+            yield line, values
+
+
+def _steps(path: Path, kinds: tuple[type[Event], ...]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the line and the values of the events of some kinds, checked only for `step`."""
+    names = {name for name, kind in EVENTS.items() if issubclass(kind, kinds)}
+    for line, values in read_objects(path, _other_kinds(kinds)):
+        if values is not None and values.get("kind") in names:
+            if type(step := values.get("step")) is not int:
+                where = f"{path} line {line}"
+                raise BadInput(f"{where}: step should be a whole number, but is {step!r:.60}")
+            yield line, values
+
+
+def _least_resume_of(event: Event) -> float:
+    return _least_resume(event.kind, event.step, getattr(event, "checkpoint", None))
+
+
+def _least_resume(kind: str, step: int, checkpoint: object) -> float:
     """Return the first step such that a resume there does not make an event invalid."""
-    if isinstance(event, StartEvent | ResumeEvent | NoteEvent):
+    if kind in (StartEvent.kind, ResumeEvent.kind, NoteEvent.kind):
         return -_INFINITE
-    if isinstance(event, StageEvent | FlowPartsEvent):  # a resume at this step repeats them
-        return event.step + 1
-    is_report = isinstance(event, EvaluationEvent) and event.checkpoint is not None
-    return _INFINITE if is_report or isinstance(event, EndEvent) else event.step
+    if kind in (StageEvent.kind, FlowPartsEvent.kind):  # a resume at this step repeats them
+        return step + 1
+    is_report = kind == EvaluationEvent.kind and checkpoint is not None
+    return _INFINITE if is_report or kind == EndEvent.kind else step
+
+
+def _lines_backwards(path: Path) -> Iterator[bytes]:
+    """Yield the complete lines of a file from the last to the first; read them only as needed."""
+    try:
+        file = open_regular(path)
+    except FileNotFoundError:
+        return
+    with file:
+        position, line, complete = file.seek(0, os.SEEK_END), b"", False
+        while position > 0 and len(line) <= LINE_BYTES:
+            size = min(_BLOCK, position)
+            position -= size
+            file.seek(position)
+            first, *lines = (file.read(size) + line).split(b"\n")
+            if not complete:  # the text after the last line break was truncated by a crash
+                if not lines:
+                    continue
+                lines.pop()
+                complete = True
+            line = first
+            yield from reversed(lines)
+        if complete and position == 0:
+            yield line
 
 
 def start_of(folder: Path) -> StartEvent | None:
@@ -314,23 +428,12 @@ def _has_recipe(folder: Path, digest: str) -> bool:
 
 def _changed(stored: Path, values: dict[str, Any]) -> list[str]:
     from frostlab.recipe.bounded_yaml import read_yaml  # here, because listings do not need it
+    from frostlab.recipe.recipe import differences
 
     try:
         return differences(read_yaml(stored), values)
     except (OSError, BadInput):
         return []
-
-
-def differences(left: Any, right: Any, path: str = "") -> list[str]:
-    """Return the dotted keys at which two recipes differ, except `about`, the description."""
-    if not (isinstance(left, dict) and isinstance(right, dict)):
-        return [] if left == right else [path]
-    keys = [key for key in {**left, **right} if (path or key != "about")]
-    return [
-        difference
-        for key in keys
-        for difference in differences(left.get(key), right.get(key), f"{path}.{key}".strip("."))
-    ]
 
 
 def finished_status(path: Path) -> Ending | None:
@@ -424,11 +527,15 @@ class RunRecord:
     @cached_property
     def environment(self) -> dict[str, Any]:
         """The machine, the libraries and the command at the start of the run."""
+        from frostlab.records.environment import read_environment  # imports psutil
+
         return read_environment(self.folder)
 
     @cached_property
     def environments(self) -> list[dict[str, Any]]:
         """The environment at the start of the run, and at each time when it was resumed."""
+        from frostlab.records.environment import read_environment
+
         resumed = len(list(self.folder.glob("environment-*.json")))
         names = (f"environment-{number}.json" for number in range(1, resumed + 1))
         return [self.environment, *(read_environment(self.folder, name) for name in names)]
@@ -485,16 +592,3 @@ class RunRecord:
             return read_bytes(self.folder / name)
         except FileNotFoundError:
             raise BadInput(f"{self.folder / name} does not exist (yet)") from None
-
-
-def read_environment(folder: Path, name: str = "environment.json") -> dict[str, Any]:
-    """Return the contents of an environment file: the machine, the libraries and the command."""
-    path = folder / name
-    try:
-        values = parse(read_bytes(path))
-    except FileNotFoundError:
-        raise BadInput(f"{path} does not exist (yet)") from None
-    if values is None:
-        raise BadInput(f"{path} is not a JSON object")
-    check_numbers(values, path)
-    return values

@@ -21,7 +21,6 @@ from frostlab.errors import BadInput, nearest
 from frostlab.records import SCHEMA
 from frostlab.records.annotations import ANNOTATIONS, read_annotations
 from frostlab.storage import (
-    LINE_BYTES,
     is_locked,
     open_regular,
     parse_json,
@@ -40,13 +39,10 @@ RECIPE, GROUP = "recipe.yaml", "group.json"
 _SIGNED = (RESULT, EVENTS, RECIPE, ANNOTATIONS)  # a run is read again if one of these changes
 _VERSION = 3  # version of the index format
 _HEAD = 65536  # bytes that are read from the beginning of events.jsonl, to find the start event
-_BLOCK = 2**20  # bytes that are read at once from its end, to find the best evaluation
 _RECIPE_BYTES = 1 << 20  # the most bytes of recipe.yaml
 # A file is indexed only this many ns after its last change, because a second change soon after the
 # first one may leave the modification time as it is.
 _SETTLED = 200_000_000
-_FLOW = b'{"kind": "flow'  # the beginning of a line with gradient flow
-_STEP = b'{"kind": "step"'  # the beginning of a line with a block of steps
 _SEED = re.compile(r"^seed:.*\n?", re.MULTILINE)  # the line of recipe.yaml that differs most often
 
 
@@ -280,25 +276,25 @@ def _seconds(moment: str) -> float | None:
 def _unfinished(run: Summary) -> Summary:
     """Add the last step, and the best evaluation of the last stage that has one, to a summary.
 
-    Events are read from the last to the first. Steps that a resumed run repeated are skipped.
+    Events are read from the last to the first.
     """
-    from frostlab.records.schema import EvaluationEvent, ResumeEvent, StageEvent
+    from frostlab.records.folder import LatestEvents
+    from frostlab.records.schema import EVENTS as KINDS
+    from frostlab.records.schema import EvaluationEvent, StageEvent
 
-    last_step: int | None = None  # later steps were repeated by a resumed run
-    for event in _backwards(run.folder / EVENTS):
-        if run.steps is None:
-            run = replace(run, steps=event.step, ended=event.at)
-        if isinstance(event, ResumeEvent):
-            last_step = event.step if last_step is None else min(last_step, event.step)
-        elif last_step is not None and event.step > last_step:
-            continue
-        elif isinstance(event, StageEvent) and event.best_before is not None:
+    latest = LatestEvents(run.folder / EVENTS)
+    event = latest.next(*(kind for kind in KINDS.values() if not kind.kind.startswith("flow")))
+    if event is not None:
+        run = replace(run, steps=event.step, ended=event.at)
+    while event is not None:
+        if isinstance(event, StageEvent) and event.best_before is not None:
             return replace(run, metric=event.best_before.metric, value=event.best_before.value)
-        elif isinstance(event, EvaluationEvent) and event.checkpoint is None:
+        if isinstance(event, EvaluationEvent) and event.checkpoint is None:
             metric, value = next(iter(event.metrics.items()), (None, None))
             run = replace(run, metric=metric)
             if event.best and not isinstance(value, dict):
                 return replace(run, value=value)
+        event = latest.next(StageEvent, EvaluationEvent)
     return run
 
 
@@ -320,44 +316,6 @@ def _start(folder: Path, strict: bool) -> "StartEvent | None":
     if strict and ended and not isinstance(start, StartEvent):
         raise BadInput(f"{EVENTS} does not begin with a start event")
     return start if isinstance(start, StartEvent) else None
-
-
-def _backwards(path: Path) -> "Iterator[Event]":
-    """Yield events, the last first: no gradient flow, and steps only if they are the last event."""
-    from frostlab.records.schema import read_event
-
-    any_event = False
-    for line in lines_backwards(path):
-        if line.startswith(_FLOW) or (any_event and line.startswith(_STEP)):
-            continue
-        with contextlib.suppress(BadInput):
-            if (event := read_event(line, EVENTS)) is not None:
-                any_event = True
-                yield event
-
-
-def lines_backwards(path: Path) -> Iterator[bytes]:
-    """Yield the complete lines of a file from the last to the first; read them only as needed."""
-    try:
-        file = open_regular(path)
-    except FileNotFoundError:
-        return
-    with file:
-        position, line, complete = file.seek(0, os.SEEK_END), b"", False
-        while position > 0 and len(line) <= LINE_BYTES:
-            size = min(_BLOCK, position)
-            position -= size
-            file.seek(position)
-            first, *lines = (file.read(size) + line).split(b"\n")
-            if not complete:  # the text after the last line break was truncated by a crash
-                if not lines:
-                    continue
-                lines.pop()
-                complete = True
-            line = first
-            yield from reversed(lines)
-        if complete and position == 0:
-            yield line
 
 
 def _load(root: Path) -> _Entries:

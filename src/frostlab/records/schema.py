@@ -15,8 +15,7 @@ from typing import Any, ClassVar, Literal, get_args
 from frostlab.data.split_record import Label, SplitRecord, splits_markdown
 from frostlab.errors import BadInput
 from frostlab.records import SCHEMA
-from frostlab.typed import parse
-from frostlab.typed import read as read
+from frostlab.typed import check_schema, parse, read
 
 Ending = Literal["finished", "stopped", "failed", "diverged"]
 ENDINGS: tuple[Ending, ...] = get_args(Ending)
@@ -144,10 +143,10 @@ class Series:
     """Statistics of one quantity over a run; null if there is no sample."""
 
     n: int  # number of samples
-    mean: float | None
-    min: float | None
+    mean: float | None  # arithmetic mean
+    min: float | None  # smallest
     p50: float | None  # median
-    max: float | None
+    max: float | None  # largest
 
 
 @dataclass(frozen=True)
@@ -566,10 +565,7 @@ CHECKPOINT_NAME = re.compile(r"step-([0-9]{9,18})(?:-stage-([0-9]{1,6}))?")
 
 def read_result(text: bytes | str, where: object) -> Result:
     """Parse the text of result.json, or refuse it with a one-line error."""
-    if (values := parse(text)) is None:
-        raise BadInput(f"{where} is not a JSON object")
-    _check_schema(values, where)
-    result = read(Result, values, where)
+    result = read(Result, check_schema(parse(text), SCHEMA, where), where)
     if (checkpoint := result.checkpoint) is not None:
         folder, _, name = checkpoint.partition("/")
         if folder != "checkpoints" or not CHECKPOINT_NAME.fullmatch(name):
@@ -583,18 +579,14 @@ def read_result(text: bytes | str, where: object) -> Result:
 def read_event(line: bytes | str, where: object) -> Event | None:
     """Parse a line as an event; return None for a truncated line, which is not a JSON object."""
     values = parse(line)
-    if values is None:
-        return None
-    kind = values.pop("kind", None)
+    return None if values is None else event_of(values, where)
+
+
+def event_of(values: Mapping[str, Any], where: object) -> Event:
+    """Convert the values of a line to an event, or refuse them with a one-line error."""
+    kind = values.get("kind")
     if kind == "start":
-        _check_schema(values, where)
+        check_schema(values, SCHEMA, where)
     if not isinstance(kind, str) or kind not in EVENTS:
         raise BadInput(f"{where}: kind should be one of {', '.join(EVENTS)}, but is {kind!r:.60}")
-    return read(EVENTS[kind], values, where)
-
-
-def _check_schema(values: Mapping[str, Any], where: object) -> None:
-    if (version := values.get("schema", SCHEMA)) != SCHEMA:
-        raise BadInput(
-            f"{where}: its records have schema {version!r:.60}, and this frostlab reads {SCHEMA}"
-        )
+    return read(EVENTS[kind], {key: values[key] for key in values if key != "kind"}, where)

@@ -11,12 +11,8 @@ from typing import Any
 
 from frostlab.errors import BadInput
 from frostlab.records.annotations import Annotations, read_annotations
-from frostlab.records.folder import (
-    RunRecord,
-    effective,
-    finished_status,
-    read_environment,
-)
+from frostlab.records.environment import read_environment
+from frostlab.records.folder import RunRecord, effective, finished_status, read_events
 from frostlab.records.index import EVENTS, RESULT, Summary, dotted, is_run, read_run, result_of
 from frostlab.records.query import moment_text
 from frostlab.records.schema import (
@@ -29,9 +25,7 @@ from frostlab.records.schema import (
     ResumeEvent,
     Series,
     Stage,
-    read_event,
 )
-from frostlab.storage import read_lines
 from frostlab.text import NONE, columns, counted, hms, number, plain, short, wrapped
 
 # The name at the beginning of a line, and the gap after it.
@@ -489,26 +483,10 @@ def _events(folder: Path) -> tuple[list[Event], list[str]]:
 
     Events of other kinds, such as steps, are checked but not kept, as there can be millions.
     """
-    events: list[Event] = []
     damaged: list[str] = []
-    try:
-        for place, line in enumerate(read_lines(folder / EVENTS), 1):
-            if not line.endswith(b"\n"):
-                break  # not complete
-            try:
-                event = read_event(line, f"line {place}")
-            except BadInput as error:
-                damaged.append(str(error))
-            else:
-                if event is None:
-                    damaged.append(f"line {place} is not a JSON object")
-                elif isinstance(event, EvaluationEvent | NoteEvent | ResumeEvent):
-                    events.append(event)
-    except FileNotFoundError:
-        pass
-    except BadInput as error:  # the rest of the file cannot be read
-        damaged.append(str(error))
-    return effective(events), damaged
+    every: Iterator[Event] = read_events(folder / EVENTS, damaged=damaged)
+    events = [e for e in every if isinstance(e, EvaluationEvent | NoteEvent | ResumeEvent)]
+    return effective(events), [reason.removeprefix(f"{EVENTS} ") for reason in damaged]
 
 
 def _recipe(folder: Path) -> dict[str, Any] | None:

@@ -24,10 +24,11 @@ _TOLERANCE = 1e-6  # largest difference by rounding between two fingerprints of 
 class Origin:
     """The call of `orthogonalize` or `randomize` that made a weight."""
 
-    method: Literal["orthogonalize", "randomize"]
-    scope: Literal["head", "matrix"] | None = None
+    method: Literal["orthogonalize", "randomize"]  # name of the function
+    scope: Literal["head", "matrix"] | None = None  # of `orthogonalize`; None: randomized
+    # the matrix that was orthogonalized; None: randomized
     source: Literal["weights", "gaussian", "identity"] | None = None
-    std: float | Literal["match", "orthonormal"] | None = None
+    std: float | Literal["match", "orthonormal"] | None = None  # of `randomize`; None: orthogonal
     seed: int | None = None  # None: nothing was drawn
 
     @property

@@ -49,9 +49,9 @@ from frostlab.surgery.origin import (
 )
 from frostlab.surgery.orthogonal import renewed
 from frostlab.text import plain, short
-from frostlab.typed import read
+from frostlab.typed import check_schema, read
 
-FORMAT = 1
+SCHEMA = 1  # version of delta.json
 _MANIFEST = "delta.json"
 _TENSORS = re.compile(r"trainable-[0-9a-f]{12}\.safetensors")  # name of a delta's tensor file
 # Files that a delta folder may hold: tensor files, and temporary files of an interrupted save.
@@ -64,31 +64,31 @@ _WAIT = 60.0  # seconds to wait for another process that saves to the same folde
 class TensorFile:
     """The file with the tensors of a delta."""
 
-    file: str
-    sha256: str
+    file: str  # its name in the folder
+    sha256: str  # checksum of the file
 
 
 @dataclass(frozen=True)
 class FrozenPart:
     """The record of a frozen part, by which its values are recognised or regenerated."""
 
-    fingerprint: list[float]
-    origin: Origin | None
+    fingerprint: list[float]  # numbers that identify the values, up to rounding
+    origin: Origin | None  # how to make the values again; null if that is unknown
 
 
 @dataclass(frozen=True)
 class Manifest:
     """The contents of delta.json."""
 
-    format: int
+    schema: int  # `SCHEMA` when it was written
     frostlab: str  # version that wrote the delta
     model: str  # class of the model
     architecture: dict[str, list[list[int]]]  # part → its shape and its heads
-    trainable: list[str]
-    buffers: list[str]
-    frozen: dict[str, FrozenPart]
+    trainable: list[str]  # names of the trainable parts
+    buffers: list[str]  # names of the stored buffers
+    frozen: dict[str, FrozenPart]  # part → how to recognise it
     statistics: dict[str, list[float]]  # frozen buffer → its fingerprint
-    tensors: TensorFile
+    tensors: TensorFile  # the file of the tensors
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def save_trainable(
     }
     tensors |= {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
     manifest = {
-        "format": FORMAT,
+        "schema": SCHEMA,
         "frostlab": __version__,
         "model": anatomy.model,
         "architecture": _signature(anatomy),
@@ -422,10 +422,7 @@ def read_manifest(folder: Path) -> Manifest:
         values = parse_json(read_bytes(path), where)
     except FileNotFoundError:
         raise BadInput(f"load_trainable: {folder} is not a delta folder (no {_MANIFEST})") from None
-    version = values.get("format", FORMAT) if isinstance(values, dict) else FORMAT
-    if version != FORMAT:
-        raise BadInput(f"{where} has format {version!r:.60}, and this frostlab reads {FORMAT}")
-    manifest = read(Manifest, values, where)
+    manifest = read(Manifest, check_schema(values, SCHEMA, where), where)
     name = manifest.tensors.file
     if not _TENSORS.fullmatch(name):
         raise BadInput(

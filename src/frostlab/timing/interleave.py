@@ -163,7 +163,7 @@ def plan_build(
     Shorten blocks, down to one step, until `_PLANNED_BUILDS` builds fit into the time; then take as
     many pairs of rounds per build as fit, up to `_MOST_BLOCKS`. If the rounds of a build would take
     less than half as long as building, plan fewer builds, down to `FEWEST_BUILDS`, so that
-    the rounds can take half as long.
+    the rounds get half the time of building.
 
     Args:
         seconds: the time limit.

@@ -44,7 +44,6 @@ from frostlab.records.schema import (
     StartEvent,
     StepEvent,
     SteppingEvent,
-    read,
 )
 from frostlab.records.schema import WallClock as WallRecord
 from frostlab.records.telemetry import Telemetry
@@ -87,6 +86,7 @@ from frostlab.training.step.eager import Diverged
 from frostlab.training.step_log import clocks, wall_record
 from frostlab.training.tasks import TASKS
 from frostlab.training.treatment import count_parameters, state_digest
+from frostlab.typed import read
 
 
 def run(

@@ -36,7 +36,6 @@ from frostlab.records.checkpoint import PROGRESS, Checkpoint, checkpoint_name, c
 from frostlab.records.folder import RunRecord
 from frostlab.records.model_files import build_stored
 from frostlab.records.schema import Stage as StageRecord
-from frostlab.records.schema import read
 from frostlab.roles.read import anatomy
 from frostlab.storage import file_digest, finite
 from frostlab.surgery.audit import Audit
@@ -79,6 +78,7 @@ from frostlab.training.treatment import (
     wants_types,
     weight_digests,
 )
+from frostlab.typed import read
 
 # Preparing a batch width on a GPU takes as long as training on _WIDTH_WORK / n tokens, where n is
 # the number of elements of a layer's largest weight; both take longer with more layers. With

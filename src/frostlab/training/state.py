@@ -18,7 +18,7 @@ from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import Metric, metric_facts
 from frostlab.records.checkpoint import FrozenWeights
 from frostlab.records.folder import RunFolder
-from frostlab.records.schema import Metrics, read
+from frostlab.records.schema import Metrics
 from frostlab.records.schema import Stage as StageRecord
 from frostlab.storage import BackgroundWriter
 from frostlab.surgery.audit import Audit
@@ -27,6 +27,7 @@ from frostlab.training.distributed import Compute, World, blocks
 from frostlab.training.progress import Display
 from frostlab.training.stages import Entered, Stage
 from frostlab.training.step.objective import Objective
+from frostlab.typed import read
 
 
 @dataclass

@@ -15,8 +15,8 @@ from frostlab.comparison.plan import Plan
 from frostlab.comparison.statistics import holm, paired
 from frostlab.envelopes.scores_json import REPORTED, SCORES
 from frostlab.records.folder import RunRecord
-from frostlab.records.schema import read
 from frostlab.storage import finite
+from frostlab.typed import read
 
 Records = Mapping[tuple[str, int], RunRecord]  # (arm, seed) → run
 

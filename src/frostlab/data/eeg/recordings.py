@@ -268,7 +268,7 @@ def subjects_of(recordings: Iterable[Recording]) -> tuple[str, ...]:
 
 
 def check_channels(name: str, count: int, first: str, expected: int) -> None:
-    """Refuse `name` if it has another number of channels than `first`: `count`, not `expected`."""
+    """Raise an error if `name` has `count` channels, but `first` has another number, `expected`."""
     if count != expected:
         raise BadInput(f"{name} has {count} channels, but {first} has {expected}")
 

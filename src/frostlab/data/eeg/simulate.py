@@ -357,7 +357,7 @@ def best_correlation(head: Head, rate: float, responses: str) -> BestCorrelation
 
     The best linear decoder is a Wiener filter. For non-linear responses, the bound follows from
     rate-distortion theory: the EEG carries a limited number of nats per second, and an envelope
-    that is coded with so many has at least a certain squared error.
+    that is coded with this number has at least a certain squared error.
     """
     f = frequency_grid(rate)
     envelope, drive_power, coherence = drive_spectra(rate, responses)

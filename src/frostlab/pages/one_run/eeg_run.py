@@ -222,7 +222,7 @@ def _electrodes(folder: Path, records: Records) -> list[Figure]:
 def _first_layer(folder: Path, checkpoint: str) -> tuple[Any, Path]:
     """Return the first convolution's weights and their file; None if no file has them.
 
-    If the layer is frozen, its weights are in a folder `frozen-…` next to the checkpoints.
+    If the layer is frozen, its weights are in the folder `checkpoints/frozen-…`.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -1,7 +1,5 @@
 """The records of one run, and the sections of its report that list facts about it."""
 
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,23 +9,23 @@ from frostlab.errors import BadInput
 from frostlab.flow.measurements import Flow, flows_of
 from frostlab.pages.content import Block, Cell, Figure, Records, Table, item, words
 from frostlab.pages.one_run import run_figures
-from frostlab.records.folder import effective
+from frostlab.records.folder import effective, read_events
 from frostlab.records.index import EVENTS, RESULT, dotted
 from frostlab.records.schema import (
+    EndEvent,
     EvaluationEvent,
     Event,
     NoteEvent,
+    ResumeEvent,
     StageEvent,
+    StartEvent,
     StepEvent,
-    read_event,
 )
-from frostlab.storage import read_lines
 from frostlab.text import plain, short
 
 RECIPE, DATA, ENVIRONMENT = "recipe.yaml", "data.json", "environment.json"
 CLASSES = 30  # the most classes that a chart shows
-_READ = frozenset({b"start", b"resume", b"stage", b"step", b"evaluation", b"note", b"end"})
-_KIND = re.compile(rb'\{"kind": ?"(\w+)"')
+_SHOWN = (StartEvent, ResumeEvent, StageEvent, StepEvent, EvaluationEvent, NoteEvent, EndEvent)
 
 
 @dataclass(frozen=True)
@@ -51,25 +49,10 @@ class OneRun:
     @cached_property
     def events(self) -> list[Event]:
         """The events that the report shows; those of gradient flow are not read here."""
-        return effective(self._read_events())
-
-    def _read_events(self) -> Iterator[Event]:
-        try:
-            for place, line in enumerate(read_lines(self.folder / EVENTS), 1):
-                kind = _KIND.match(line)
-                if not line.endswith(b"\n") or (kind is not None and kind[1] not in _READ):
-                    continue
-                try:
-                    event = read_event(line, f"{EVENTS} line {place}")
-                except BadInput as error:
-                    self.problems.append(plain(str(error)))
-                else:
-                    if event is not None:
-                        yield event
-        except FileNotFoundError:
-            return
-        except BadInput as error:
-            self.problems.append(plain(str(error)))
+        damaged: list[str] = []
+        events = effective(read_events(self.folder / EVENTS, *_SHOWN, damaged=damaged))
+        self.problems.extend(map(plain, damaged))
+        return events
 
     @cached_property
     def metric(self) -> str:
