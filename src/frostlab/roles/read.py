@@ -463,8 +463,9 @@ def _parts(
     if isinstance(entry, Measured):
         kind = "bias" if entry.bias and len(slot.shape) == 1 else kind
         if entry.rows is None:
-            return [Part(slot.name, place, kind, slot.shape, _state(slot, None, False), None,
-                         slot.axis, heads, "separate", matmul, ties)]  # fmt: skip
+            state = _state(slot, None, slot.unused)
+            return [Part(slot.name, place, kind, slot.shape, state, None, slot.axis, heads,
+                         "separate", matmul, ties)]  # fmt: skip
         return _fused_parts(slot, entry.rows, entry.heads, entry.layout, place, kind, ties, matmul)
     size = slot.shape[slot.axis] if slot.shape else 1
     if heads is not None:
@@ -502,10 +503,10 @@ def _fused_parts(
         shape = list(slot.shape)
         shape[slot.axis] = len(rows)
         role_ties = tuple(replace(tie, place=replace(tie.place, role=role)) for tie in ties)
+        state = _state(slot, rows, slot.unused)
         parts.append(
-            Part(slot.name, replace(place, role=role), kind, tuple(shape),
-                 _state(slot, rows, False), rows, slot.axis, heads_of.get(role), layout, matmul,
-                 role_ties)
+            Part(slot.name, replace(place, role=role), kind, tuple(shape), state, rows, slot.axis,
+                 heads_of.get(role), layout, matmul, role_ties)
         )  # fmt: skip
     return parts
 
