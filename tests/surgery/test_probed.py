@@ -262,7 +262,9 @@ def test_parameters_that_peft_cannot_adapt_are_refused_in_one_line(name: str, ki
 
 def classifier(kind: str, **sizes: Any) -> Any:
     """Return a classifier with LoRA as `get_peft_model` makes it: the head is copied."""
-    config = transformers.AutoConfig.for_model(kind, **SIZES | SPECIAL | {"mask_token_id": 3} | sizes)
+    config = transformers.AutoConfig.for_model(
+        kind, **SIZES | SPECIAL | {"mask_token_id": 3} | sizes
+    )
     model = transformers.AutoModelForSequenceClassification.from_config(config)
     settings = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"])
     return peft.get_peft_model(model, settings)
