@@ -51,7 +51,7 @@ from frostlab.roles.parts import (
 from frostlab.roles.peft_names import ParameterName, PeftNames, is_adapted
 from frostlab.roles.snapshot import Anatomy, Evidence
 from frostlab.roles.tracing.find import Found, Indescribable, Measured, find_roles
-from frostlab.roles.tracing.trace import shared_copy
+from frostlab.roles.undisturbed import shared_copy, undisturbed
 
 _BIASES = ("bias", "in_proj_bias")
 _MOST_PATHS = 8  # largest number of paths that an error message lists
@@ -210,11 +210,13 @@ def _settings_of(module: nn.Module) -> dict[str, Any]:
 
 def _find(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
     """Find the evidence; if the model has split projections or adapters, run it without them."""
+    original = model
     if any(isinstance(module, Split) or is_adapted(module) for module in model.modules()):
         model = _unmodified(model)
         names = {slot.name for slot in slots}
         slots = [slot for slot in _slots(model) if slot.name in names and slot.replaced is None]
     with ExitStack() as stack:
+        stack.enter_context(undisturbed(original))
         stack.enter_context(torch.inference_mode(False))
         for device in {piece.parameter.device.type for slot in slots for piece in slot.pieces}:
             if torch.amp.is_autocast_available(device):

@@ -32,6 +32,7 @@ from frostlab.roles.tracing.small import Small, small_copy
 from frostlab.roles.tracing.surroundings import Around
 from frostlab.roles.tracing.trace import Trace, traced, watched_copy
 from frostlab.roles.tracing.verify import Unsteady, verify
+from frostlab.roles.undisturbed import RunsItself
 
 _LARGE = 300_000_000  # a model with more parameters is read from a small copy, if one can be built
 _SMALL = 1 << 16  # parameters of a small copy get noise if they have at most this many entries
@@ -314,6 +315,8 @@ def _first_pass(model: nn.Module, batch: Any) -> tuple[Call, Trace]:
                 differs = _parameters_used(again) != _parameters_used(trace)
                 return call, trace if differs else again
             raise TypeError("it returns no tensor that depends on its weights")
+        except RunsItself:
+            raise
         except Exception as error:  # a model's own code can fail in many ways
             problem = problem or error
     said = f" ({type(problem).__name__}: {first_line(problem)})" if problem else ""

@@ -10,7 +10,6 @@ changed values (moved parameters). Chosen calls then return the results of the f
 that a change in one layer does not reach the next.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from frostlab.roles.tracing.facts import Call
+from frostlab.roles.undisturbed import shared_copy
 
 _NOISY_SIZE = 1 << 16  # parameters up to this size get noise, so that none is all zeros or ones
 _NOISE = 0.05  # standard deviation of the noise
@@ -411,16 +411,6 @@ def _outputs(value: Any) -> Iterator[Tensor]:
 
 def _keeps_dimensions(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return bool(kwargs.get("keepdim")) or any(value is True for value in args[2:])
-
-
-def shared_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the modules that shares the parameters."""
-    memo: dict[int, Any] = {id(p): p for p in model.parameters()}
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                memo[id(value)] = value.detach().clone()  # a computed weight cannot be copied
-    return copy.deepcopy(model, memo)
 
 
 def watched_copy(model: nn.Module) -> nn.Module:
