@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 import frostlab.roles.architectures  # noqa: F401  (registers them)
 from frostlab.errors import BadInput, FrostlabError, UnknownArchitecture, first_line
@@ -90,6 +91,7 @@ def survey(model: nn.Module, batch: Any = None) -> tuple[Anatomy, dict[str, Slot
     if not isinstance(model, nn.Module):
         raise BadInput(f"{model!r} is not a model; build the model first, and pass that")
     model = unwrapped(model)
+    _refuse_lazy(model)
     slots = {slot.name: slot for slot in slots_of(model)}
     if not slots:
         raise UnknownArchitecture(f"{type(model).__name__} has no parameters")
@@ -117,6 +119,16 @@ def survey(model: nn.Module, batch: Any = None) -> tuple[Anatomy, dict[str, Slot
     if evidence.method == "table":
         _check_attention(parts, type(model).__name__)
     return Anatomy(type(model).__name__, tuple(parts), evidence), slots
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    """Raise an error if a weight has no shape yet, as in `nn.LazyLinear` before its first batch."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise BadInput(
+                f"{type(model).__name__}: {name} has no shape yet, because it is in a lazy module; "
+                "run the model on one batch first"
+            )
 
 
 def _placed(

@@ -157,8 +157,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         if id(module) in modules:
             raise RunsItself(
                 f"its forward pass runs a {modules[id(module)]} of the model itself, not of the "
-                "copy that is watched, because a function or a global variable refers to it; refer "
-                "to it through `self`"
+                "copy that is watched: a function or a global variable may refer to it; refer to "
+                "it through `self`"
             )
 
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []

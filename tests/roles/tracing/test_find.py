@@ -114,18 +114,25 @@ class Skips(Attends):
         return self.mix(self.embed(ids)) if attend else self.embed(ids)
 
 
+class Memory:
+    """A counter that copies of a model share."""
+
+    def __init__(self) -> None:
+        self.times = itertools.count()
+
+    def __deepcopy__(self, memo: Any) -> "Memory":
+        return self
+
+
 class Turns(Attends):
     """Every second time it uses its weights in another order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.times = itertools.count()
-
-    def __deepcopy__(self, memo: Any) -> "Turns":
-        return self  # its memory is shared with copies
+        self.memory = Memory()
 
     def projections(self) -> tuple[nn.Module, ...]:
-        return (self.query, self.key, self.value)[:: 1 if next(self.times) % 2 == 0 else -1]
+        return (self.query, self.key, self.value)[:: 1 if next(self.memory.times) % 2 == 0 else -1]
 
 
 class Wants(Attends):
