@@ -4,12 +4,15 @@ import copy
 import json
 import pickle
 import re
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import frostlab as fl
@@ -22,6 +25,7 @@ from frostlab.roles.tracing.facts import Call
 from labelled import LABELLED, expected
 from odd_places import REFUSED, SPLIT, around
 from small_types import small_model
+from zoo import GPT_SIZES, SIZES, SPECIAL
 
 RECORD = Path(__file__).parents[2] / "docs" / "records" / "anatomy-freezing.jsonl"
 IDS = torch.arange(12).view(2, 6) * 7 + 3
@@ -254,3 +258,53 @@ def test_parameters_that_peft_cannot_adapt_are_refused_in_one_line(name: str, ki
     with pytest.raises(fl.BadInput, match=said):
         fl.add_lora(model, "query", "value")
     assert not fl.anatomy(model).has_adapters
+
+
+def classifier(kind: str, **sizes: Any) -> Any:
+    """Return a classifier with LoRA as `get_peft_model` makes it: the head is copied."""
+    config = transformers.AutoConfig.for_model(
+        kind, **SIZES | SPECIAL | {"mask_token_id": 3} | sizes
+    )
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    settings = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"])
+    return peft.get_peft_model(model, settings)
+
+
+def copied_projections(kind: str, name: str, **sizes: Any) -> Any:
+    """Return a GPT whose fused projections of q, k and v PEFT has copied, to train them whole."""
+    config = transformers.AutoConfig.for_model(kind, **GPT_SIZES | sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    settings = peft.LoraConfig(target_modules=["fc_in", "c_fc"], modules_to_save=[name])
+    return peft.get_peft_model(model, settings)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: classifier("camembert"),
+        lambda: classifier("esm", position_embedding_type="rotary"),
+        lambda: copied_projections("codegen", "qkv_proj", rotary_dim=4),
+        lambda: copied_projections("gpt2", "c_attn"),
+    ],
+    ids=["camembert", "esm", "codegen", "gpt2, from a table"],
+)
+def test_what_peft_put_out_of_use_is_not_woken(make: Callable[[], Any]) -> None:
+    model = make()
+    dead = {name: p for name, p in model.named_parameters() if "original_module" in name}
+    assert dead
+    before = fl.anatomy(model)
+    assert {part.name for part in before.parts if part.state == "fixed"} >= set(dead)
+    copied = {f"!{part.role}" for part in before.parts if part.name in dead}
+    now = fl.freeze(model, "all", "!adapter", *copied)
+    assert not any(p.requires_grad for p in dead.values())
+    assert {part.role for part in now.parts if part.state == "trainable"} >= {"adapter"}
+    audit = fl.audit(model)
+    assert set(dead) <= {key.partition("[")[0] for key in audit.digests}
+    trained(model, Call((), {"input_ids": IDS}))
+    audit.verify(model, moved=True)
+    fl.thaw(model)
+    assert not any(p.requires_grad for p in dead.values())
+    assert all(p.requires_grad for name, p in model.named_parameters() if name not in dead)
+    fl.freeze(model, "query")
+    assert not any(p.requires_grad for p in dead.values())

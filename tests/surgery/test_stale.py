@@ -104,3 +104,33 @@ def test_another_models_steps_do_not_hide_the_warning() -> None:
     optimizer.step()
     with pytest.warns(fl.LeftOutOfOptimizer, match="8 parameters"):
         optimizer.step()
+
+
+def test_an_optimizer_is_not_blamed_for_another_model() -> None:
+    """Warnings are errors in tests, so none is raised until an optimizer of the model steps."""
+    (model, inputs), (other, _) = build("bert"), build("bert")
+    learning = list(model.parameters())[-2:]
+    mine = torch.optim.SGD(learning, lr=0.1)
+    theirs = torch.optim.SGD(other.parameters(), lr=0.1)
+    fl.freeze(model, "query", "key")
+    fl.thaw(model)
+    loss_of(model, inputs).backward()
+    for _ in range(3):
+        loss_of(other, inputs).backward()
+        theirs.step()
+    mine.step()
+    with pytest.warns(fl.LeftOutOfOptimizer, match="8 parameters"):
+        mine.step()
+
+
+def test_every_piece_of_a_split_attention_is_expected() -> None:
+    model, inputs = build("torch")
+    fl.freeze(model, "all", "!norm")
+    norms = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(norms, lr=1e-3)
+    fl.freeze(model, "query")
+    missing = sum(p.requires_grad for p in model.parameters()) - len(norms)
+    loss_of(model, inputs).backward()
+    optimizer.step()
+    with pytest.warns(fl.LeftOutOfOptimizer, match=f"^{missing} parameters"):
+        optimizer.step()

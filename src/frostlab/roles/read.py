@@ -15,13 +15,14 @@ import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 import frostlab.roles.architectures  # noqa: F401  (registers them)
 from frostlab.errors import BadInput, FrostlabError, UnknownArchitecture, first_line
@@ -50,8 +51,10 @@ from frostlab.roles.parts import (
 )
 from frostlab.roles.peft_names import ParameterName, PeftNames, is_adapted
 from frostlab.roles.snapshot import Anatomy, Evidence
-from frostlab.roles.tracing.find import Found, Indescribable, Measured, find_roles
-from frostlab.roles.tracing.trace import shared_copy
+from frostlab.roles.tracing.claims import Indescribable
+from frostlab.roles.tracing.facts import Call
+from frostlab.roles.tracing.find import Found, Measured, as_call, find_roles
+from frostlab.roles.undisturbed import shared_copy, undisturbed
 
 _BIASES = ("bias", "in_proj_bias")
 _MOST_PATHS = 8  # largest number of paths that an error message lists
@@ -69,7 +72,8 @@ def anatomy(model: nn.Module, batch: Any = None) -> Anatomy:
 
     Args:
         batch: the arguments of that forward pass (a dict, a tuple or a tensor), which then runs
-            even if a table exists; default: they are guessed.
+            even if a table exists; default: they are guessed. The batch is kept for other models
+            with the same code and shapes, so that later calls, such as `freeze`, need none.
     """
     return survey(model, batch)[0]
 
@@ -90,6 +94,7 @@ def survey(model: nn.Module, batch: Any = None) -> tuple[Anatomy, dict[str, Slot
     if not isinstance(model, nn.Module):
         raise BadInput(f"{model!r} is not a model; build the model first, and pass that")
     model = unwrapped(model)
+    _refuse_lazy(model)
     slots = {slot.name: slot for slot in slots_of(model)}
     if not slots:
         raise UnknownArchitecture(f"{type(model).__name__} has no parameters")
@@ -119,6 +124,16 @@ def survey(model: nn.Module, batch: Any = None) -> tuple[Anatomy, dict[str, Slot
     return Anatomy(type(model).__name__, tuple(parts), evidence), slots
 
 
+def _refuse_lazy(model: nn.Module) -> None:
+    """Raise an error if a weight has no shape yet, as in `nn.LazyLinear` before its first batch."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise BadInput(
+                f"{type(model).__name__}: {name} has no shape yet, because it is in a lazy module; "
+                "run the model on one batch first"
+            )
+
+
 def _placed(
     model: nn.Module, slots: Sequence[Slot], batch: Any
 ) -> tuple[dict[str, Placement], Evidence]:
@@ -146,6 +161,8 @@ def _placed(
 _FOUND: "WeakKeyDictionary[nn.Module, tuple[str, Found]]" = WeakKeyDictionary()
 _FOUND_BY_CONFIG: dict[str, Found] = {}
 _KEPT_CONFIGS = 256  # in `_FOUND_BY_CONFIG`
+_BATCHES: dict[str, Call] = {}  # digest of a model's shapes and code → its last batch
+_KEPT_BATCHES = 8
 # A number for each class and forward function: a class that is defined again gets a new one.
 _NUMBERS: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
 _next_number = itertools.count()
@@ -155,7 +172,8 @@ _LIBRARIES = ("torch.", "peft.", "frostlab.surgery.")  # their modules take the 
 def _found(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
     """Return the evidence for a model.
 
-    It is kept for this model, and for models with the same code, config and other settings.
+    It is kept for this model, and for models with the same code, config and other settings. A batch
+    is kept, too: other models with the same code and shapes are read on it.
     """
     modules = [m for m in model.modules() if not type(m).__module__.startswith(_LIBRARIES)]
     shapes = [(slot.name, slot.shape) for slot in slots]
@@ -163,6 +181,9 @@ def _found(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
     kept = _FOUND.get(model)
     if batch is None and kept is not None and kept[0] == key:
         return kept[1]
+    if batch is None and key in _BATCHES:
+        with suppress(BadInput):  # this model may need another batch
+            return _found(model, slots, _BATCHES[key])
     config: Any = getattr(model, "config", None)
     shared = None
     if batch is None and hasattr(config, "to_dict"):
@@ -178,11 +199,19 @@ def _found(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
             said = f"{type(error).__name__}: {first_line(error)}"
             raise UnknownArchitecture(f"its forward pass cannot be followed ({said})") from error
     _FOUND[model] = (key, found)
-    if shared is not None:
-        if len(_FOUND_BY_CONFIG) >= _KEPT_CONFIGS:
-            del _FOUND_BY_CONFIG[next(iter(_FOUND_BY_CONFIG))]
-        _FOUND_BY_CONFIG[shared] = found
+    if batch is not None:
+        _keep(_BATCHES, key, as_call(batch), _KEPT_BATCHES)
+    elif shared is not None:
+        _keep(_FOUND_BY_CONFIG, shared, found, _KEPT_CONFIGS)
     return found
+
+
+def _keep(cache: dict[str, Any], key: str, value: Any, most: int) -> None:
+    """Put a value into a cache, which then has at most `most` values: the oldest one is removed."""
+    cache.pop(key, None)
+    if len(cache) >= most:
+        del cache[next(iter(cache))]
+    cache[key] = value
 
 
 def _digest(*facts: Any) -> str:
@@ -210,11 +239,13 @@ def _settings_of(module: nn.Module) -> dict[str, Any]:
 
 def _find(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
     """Find the evidence; if the model has split projections or adapters, run it without them."""
+    original = model
     if any(isinstance(module, Split) or is_adapted(module) for module in model.modules()):
         model = _unmodified(model)
         names = {slot.name for slot in slots}
         slots = [slot for slot in _slots(model) if slot.name in names and slot.replaced is None]
     with ExitStack() as stack:
+        stack.enter_context(undisturbed(original))
         stack.enter_context(torch.inference_mode(False))
         for device in {piece.parameter.device.type for slot in slots for piece in slot.pieces}:
             if torch.amp.is_autocast_available(device):
@@ -463,8 +494,9 @@ def _parts(
     if isinstance(entry, Measured):
         kind = "bias" if entry.bias and len(slot.shape) == 1 else kind
         if entry.rows is None:
-            return [Part(slot.name, place, kind, slot.shape, _state(slot, None, False), None,
-                         slot.axis, heads, "separate", matmul, ties)]  # fmt: skip
+            state = _state(slot, None, slot.unused)
+            return [Part(slot.name, place, kind, slot.shape, state, None, slot.axis, heads,
+                         "separate", matmul, ties)]  # fmt: skip
         return _fused_parts(slot, entry.rows, entry.heads, entry.layout, place, kind, ties, matmul)
     size = slot.shape[slot.axis] if slot.shape else 1
     if heads is not None:
@@ -502,10 +534,10 @@ def _fused_parts(
         shape = list(slot.shape)
         shape[slot.axis] = len(rows)
         role_ties = tuple(replace(tie, place=replace(tie.place, role=role)) for tie in ties)
+        state = _state(slot, rows, slot.unused)
         parts.append(
-            Part(slot.name, replace(place, role=role), kind, tuple(shape),
-                 _state(slot, rows, False), rows, slot.axis, heads_of.get(role), layout, matmul,
-                 role_ties)
+            Part(slot.name, replace(place, role=role), kind, tuple(shape), state, rows, slot.axis,
+                 heads_of.get(role), layout, matmul, role_ties)
         )  # fmt: skip
     return parts
 

@@ -92,6 +92,7 @@ def _apply(model: nn.Module, wanted: Anatomy, slots: dict[str, Slot]) -> None:
         roles = [part.role for part in wanted.parts if part.name == name]
         _check_splittable(slots[name], slots.values(), ", ".join(roles[:-1]) + f" and {roles[-1]}")
     learned_before = {id(p) for p in model.parameters() if p.requires_grad}
+    newly_trainable: list[tuple[str, nn.Parameter]] = []
     changed = _resplit(model, frozen_rows, slots)
     if changed:
         _, slots = survey(model)
@@ -103,8 +104,9 @@ def _apply(model: nn.Module, wanted: Anatomy, slots: dict[str, Slot]) -> None:
         if not learns:
             parameter.grad = None
         elif id(parameter) not in learned_before:
-            expect(parameter, part.name)
+            newly_trainable.append((part.name, parameter))
             learned_before.add(id(parameter))  # a parameter can hold several parts
+    expect(model, newly_trainable)
     _hold_running_statistics(model)
     if changed:
         record_change(model)

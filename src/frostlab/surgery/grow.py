@@ -152,9 +152,8 @@ def grow(
         trial.check(new, same=init == "identity")
     growth = Growth(first, new, names, tuple(changed), "; ".join(notes))
     move_origins(model, growth.renamed)
-    for name in names:
-        for local, parameter in model.get_submodule(name).named_parameters():
-            expect(parameter, f"{name}.{local}")
+    added = ((name, model.get_submodule(name).named_parameters()) for name in names)
+    expect(model, [(f"{name}.{local}", p) for name, items in added for local, p in items])
     record_change(model)
     return growth
 

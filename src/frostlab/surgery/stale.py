@@ -8,6 +8,8 @@ before parameters became trainable and does not update them.
 
 import warnings
 import weakref
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -20,12 +22,33 @@ _REPLACED = "_frostlab_replaced"  # attribute of a replaced parameter: its forme
 # Attribute of an optimizer: (`_total` at its last check, whether it has made another step since).
 _CHECKED = "_frostlab_checked"
 
+
+@dataclass(frozen=True, eq=False)
+class _Expected:
+    """A newly trainable parameter that no checked optimizer holds yet."""
+
+    parameter: "weakref.ref[nn.Parameter]"
+    name: str
+    model: "tuple[weakref.ref[nn.Parameter], ...]"  # the parameters of its model
+
+    def is_missed_by(self, held: Collection[int]) -> bool:
+        """Return whether the parameter has a gradient, and its model is trained with these ids.
+
+        Without a gradient its model may not be in training yet.
+        """
+        parameter = self.parameter()
+        return (
+            parameter is not None
+            and parameter.grad is not None
+            and any(id(other()) in held for other in self.model)
+        )
+
+
 # Number of changes per model, only for models that were passed to `changes`.
 _counts: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
 # Number of changes of all models; after each increase, optimizers are checked again.
 _total = 0
-# Newly trainable parameters, with names, that no checked optimizer holds yet.
-_expected: list[tuple["weakref.ref[nn.Parameter]", str]] = []
+_expected: list[_Expected] = []
 
 
 def changes(model: nn.Module) -> int:
@@ -51,24 +74,27 @@ def retire(parameter: nn.Parameter, name: str) -> None:
     setattr(parameter, _REPLACED, name)
 
 
-def expect(parameter: nn.Parameter, name: str) -> None:
-    """Record that an optimizer must hold this newly trainable parameter."""
-    _expected.append((weakref.ref(parameter), name))
+def expect(model: nn.Module, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Record the names and parameters that an optimizer of this model must hold from now on."""
+    whole = tuple(weakref.ref(parameter) for parameter in model.parameters())
+    _expected.extend(_Expected(weakref.ref(p), name, whole) for name, p in parameters)
 
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Check an optimizer at its first step after a change; at its second step, warn if need be.
 
-    The warning is about new parameters that no optimizer holds. If several optimizers take turns,
-    all of them have been checked by then.
+    The warning is about new parameters of its model that no optimizer holds. If several optimizers
+    take turns, all of them have been checked by then.
     """
     checked_total, stepped_twice = getattr(optimizer, _CHECKED, (0, False))
-    if checked_total == _total:
-        if not stepped_twice:
-            setattr(optimizer, _CHECKED, (_total, True))
-            _warn_of_left_out()
+    if checked_total == _total and stepped_twice:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    ids = {id(parameter) for parameter in parameters}
+    if checked_total == _total:
+        setattr(optimizer, _CHECKED, (_total, True))
+        _warn_of_left_out(ids)
+        return
     stale = [
         getattr(parameter, _REPLACED) for parameter in parameters if hasattr(parameter, _REPLACED)
     ]
@@ -77,32 +103,25 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"this {type(optimizer).__name__} holds {len(stale)} parameters, such as {stale[0]}, "
             "that freeze, thaw or merge_adapters replaced; build the optimizer afterwards"
         )
-    ids = {id(parameter) for parameter in parameters}
     _expected[:] = [
-        (ref, name)
-        for ref, name in _expected
-        if (parameter := ref()) is not None and id(parameter) not in ids
-    ]
+        expected for expected in _expected
+        if (parameter := expected.parameter()) is not None and id(parameter) not in ids
+    ]  # fmt: skip
     setattr(optimizer, _CHECKED, (_total, False))
 
 
-def _warn_of_left_out() -> None:
-    """Warn about newly trainable parameters that have a gradient but that no optimizer updates.
+def _warn_of_left_out(held: Collection[int]) -> None:
+    """Warn about new parameters with a gradient that no optimizer updates.
 
-    Parameters without a gradient are checked again later: their model may not be in training yet.
+    Args:
+        held: ids of the parameters of the optimizer that steps; other models are not its concern.
     """
-    left_out: list[str] = []
-    waiting: list[tuple[weakref.ref[nn.Parameter], str]] = []
-    for ref, name in _expected:
-        parameter = ref()
-        if parameter is not None and parameter.grad is not None:
-            left_out.append(name)
-        else:
-            waiting.append((ref, name))
-    _expected[:] = waiting
+    left_out = [expected for expected in _expected if expected.is_missed_by(held)]
     if left_out:
+        told = set(left_out)
+        _expected[:] = [expected for expected in _expected if expected not in told]
         warnings.warn(
-            f"{len(left_out)} parameters, such as {left_out[0]}, became trainable after the "
+            f"{len(left_out)} parameters, such as {left_out[0].name}, became trainable after the "
             "optimizer was built, and no optimizer updates them; rebuild the optimizer",
             LeftOutOfOptimizer,
             stacklevel=4,

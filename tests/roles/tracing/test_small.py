@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModel
 
 from cases import slow_unless
 from frostlab.roles.tracing.inputs import candidate_inputs
-from frostlab.roles.tracing.small import LARGEST, Small, representative, small_copy
+from frostlab.roles.tracing.small import LARGEST, Small, small_copy
 
 FAST = ("bert", "clip", "gpt2", "gemma2", "t5", "vit")
 SAMPLE = (
@@ -49,7 +49,7 @@ def test_every_parameter_has_a_stand_in_and_the_copy_runs(kind: str) -> None:
     assert set(small.names.values()) == set(sizes)
     assert sum(item.numel() for item in small.model.parameters()) < LARGEST
     for name, item in big.items():
-        stand = representative(name, small)
+        stand = small.names[name]
         assert stand.rpartition(".")[2] == name.rpartition(".")[2]
         if is_attention(name):
             assert sizes[stand] == item.shape
@@ -67,9 +67,7 @@ def test_every_parameter_has_a_stand_in_and_the_copy_runs(kind: str) -> None:
 def test_a_large_model_on_meta_becomes_one_of_well_below_two_gigabytes() -> None:
     small = made(on_meta("llama"))
     assert sum(4 * item.numel() for item in small.model.parameters()) < 1e9
-    assert representative("layers.31.self_attn.q_proj.weight", small) == (
-        "layers.0.self_attn.q_proj.weight"
-    )
+    assert small.names["layers.31.self_attn.q_proj.weight"] == "layers.0.self_attn.q_proj.weight"
 
 
 def test_layers_of_two_kinds_stand_for_their_own_kind() -> None:
@@ -78,7 +76,7 @@ def test_layers_of_two_kinds_stand_for_their_own_kind() -> None:
     for name, part in model.named_modules():
         if name.startswith("layers.") and name.count(".") == 1:
             parameter = f"{name}.{next(key for key, _ in part.named_parameters())}"
-            stand = representative(parameter, small)
+            stand = small.names[parameter]
             layer = small.model.get_submodule(".".join(stand.split(".")[:2]))
             assert type(layer) is type(part)
             assert type(layer.feed_forward) is type(part.feed_forward)

@@ -1,12 +1,15 @@
 """Reading a model by a probe leaves it as it was, to the bit."""
 
 import random
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import frostlab as fl
@@ -126,3 +129,195 @@ def test_a_model_whose_first_pass_fills_caches_is_read_at_once(name: str) -> Non
     read._FOUND.clear()
     read._FOUND_BY_CONFIG.clear()
     assert fl.anatomy(model) == first
+
+
+class Counting(nn.Module):
+    """An attention with state that a forward pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.output = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.norm = nn.BatchNorm1d(32)
+        self.register_buffer("steps", torch.zeros(()))
+        self.calls, self.shapes = 0, list[Any]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        self.calls += 1
+        self.shapes.append(x.shape)
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        query, key, value = self.project(x).unflatten(-1, (3, 4, 8)).transpose(1, 3).unbind(2)
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        return self.output(mixed.transpose(1, 2).flatten(-2))
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(99, 32), nn.Linear(32, 99)
+        self.blocks = nn.ModuleList([Counting(), Counting()])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def by_closure(model: Any) -> None:
+    before, log = model.forward, list[int]()
+
+    def forward(ids: Tensor) -> Tensor:
+        nonlocal total
+        total += 1
+        log.append(total)
+        logits: Tensor = before(ids)
+        return logits
+
+    total = 0
+    model.forward, model.log = forward, log
+
+
+def by_default(model: Any) -> None:
+    block = model.blocks[0]
+    block.forward = lambda x, before=block.forward: before(x)
+
+
+def by_keyword(model: Any) -> None:
+    def forward(x: Tensor, *, before: Any = model.blocks[1].forward) -> Any:
+        return before(x)
+
+    model.blocks[1].forward = forward
+
+
+def by_partial(model: Any) -> None:
+    def forward(before: Any, scale: float, ids: Tensor) -> Any:
+        return before(ids) * scale + model.head.weight.sum() * 0
+
+    model.forward = partial(forward, model.forward, 2.0)
+
+
+def by_list(model: Any) -> None:
+    model.steps = [lambda x, i=i: x + model.blocks[i](x) for i in range(2)]
+
+    def forward(ids: Tensor) -> Any:
+        return model.head(model.steps[1](model.steps[0](model.words(ids))))
+
+    model.forward = forward
+
+
+def by_weak_reference(model: Any) -> None:
+    model.blocks[1].parent = weakref.ref(model)
+    model.blocks[1].forward = lambda x: Counting.forward(model.blocks[1].parent().blocks[1], x)
+
+
+def by_recursion(model: Any) -> None:
+    def through(x: Tensor, number: int = 0) -> Any:
+        return through(x + model.blocks[number](x), number + 1) if number < 2 else model.head(x)
+
+    model.forward = lambda ids: through(model.words(ids))
+
+
+def by_global(model: Any) -> None:
+    space: dict[str, Any] = {"before": model.forward, "block": model.blocks[0]}
+    exec("def forward(ids): return before(ids) + 0 * block(0 * ids[..., None].float()).sum() "
+         "if ids.ndim > 2 else before(ids)", space)  # fmt: skip
+    model.forward = space["forward"]
+
+
+REPLACED = (
+    by_closure, by_default, by_keyword, by_partial, by_list, by_weak_reference, by_recursion,
+    by_global,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("replace", REPLACED, ids=lambda replace: replace.__name__)
+def test_functions_that_refer_to_the_model_run_on_the_copy(
+    replace: Callable[[nn.Module], None],
+) -> None:
+    expected_parts = fl.anatomy(Small()).parts
+    model: Any = Small().train()
+    replace(model)
+    model.register_forward_hook(refuse)
+    model.blocks[0].register_forward_pre_hook(refuse)
+    before = photograph(model)
+    anatomy = fl.anatomy(model)
+    assert differences(before, photograph(model)) == []
+    assert anatomy.evidence.method == "probe"
+    assert anatomy.parts == expected_parts
+    assert all(block.calls == 0 for block in model.blocks)
+    model._forward_hooks.clear()
+    model.blocks[0]._forward_pre_hooks.clear()
+    model(torch.arange(12).view(2, 6))
+    assert all(block.calls == 1 for block in model.blocks), "the model itself is as it was"
+
+
+def test_a_model_that_no_copy_can_stand_for_is_refused() -> None:
+    model: Any = Small().train()
+
+    class Elsewhere:
+        blocks = model.blocks
+
+    model.forward = lambda ids: model.head(Elsewhere.blocks[0](model.words(ids)))
+    before = photograph(model)
+    with pytest.raises(fl.UnknownArchitecture, match="runs a Counting of the model itself"):
+        fl.anatomy(model)
+    assert differences(before, photograph(model)) == []
+
+
+FROM_FILE = np.random.default_rng(0)
+
+
+class Drawing(Small):
+    generator = torch.Generator()
+    older = np.random.RandomState(3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        random.random()
+        np.random.rand()
+        torch.rand(1)
+        torch.rand(1, generator=Drawing.generator)
+        self.older.rand()
+        FROM_FILE.random()
+        return super().forward(ids)
+
+
+def test_generators_that_the_forward_pass_draws_from_stay_as_they_are() -> None:
+    model: Any = Drawing()
+    own = random.Random(5)
+    before = model.forward
+
+    def forward(ids: Tensor) -> Any:
+        own.random()
+        return before(ids)
+
+    model.forward = forward
+
+    def states() -> list[Any]:
+        numpys = (np.random.get_state(legacy=False), Drawing.older.get_state(legacy=False))
+        return [
+            random.getstate(), own.getstate(), repr(numpys), repr(FROM_FILE.bit_generator.state),
+            bits(torch.get_rng_state()), bits(Drawing.generator.get_state()),
+        ]  # fmt: skip
+
+    first = states()
+    assert fl.anatomy(model).evidence.method == "probe"
+    assert states() == first
+    model(torch.arange(12).view(2, 6))
+    assert not [a for a, b in zip(first, states(), strict=True) if a == b]
+
+
+def test_a_compiled_submodule_is_read_without_compiling_it() -> None:
+    model: Any = Small()
+    plain = fl.anatomy(model).parts
+    calls: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        calls.append("compiled")
+        return graph.forward
+
+    model.blocks[0] = torch.compile(model.blocks[0], backend=backend)
+    found = fl.anatomy(model).parts
+    assert [(p.role, p.rows, p.heads) for p in found] == [(p.role, p.rows, p.heads) for p in plain]
+    assert calls == []

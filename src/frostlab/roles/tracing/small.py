@@ -80,11 +80,6 @@ def small_copy(model: nn.Module) -> Small | None:
     return None
 
 
-def representative(name: str, small: Small) -> str:
-    """Return the parameter of the copy that stands for this parameter of the original."""
-    return small.names[name]
-
-
 def _layer_counts(config: Any) -> Iterator[int]:
     """Yield the numbers of layers to try: 2, 1, 3, 4, … and at last the model's own number.
 

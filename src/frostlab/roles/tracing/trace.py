@@ -10,7 +10,6 @@ changed values (moved parameters). Chosen calls then return the results of the f
 that a change in one layer does not reach the next.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from frostlab.roles.tracing.facts import Call
+from frostlab.roles.undisturbed import shared_copy
 
 _NOISY_SIZE = 1 << 16  # parameters up to this size get noise, so that none is all zeros or ones
 _NOISE = 0.05  # standard deviation of the noise
@@ -146,20 +146,20 @@ class _Watch(TorchFunctionMode):
             return self._pins[number].copy()
         args, kwargs = _replaced((args, kwargs), self._alias)
         if name in _NORMS:
-            for value in _tensors((args[1:], kwargs)):
+            for value in tensors_in((args[1:], kwargs)):
                 if id(value) in trace.uses:
                     trace.norms.add(id(value))
                 trace.norms |= self._scales.get(id(value), set())
         if name in ("layer_norm", "rms_norm", "group_norm", "normalize"):
             result = self._fixed_norm(name, number, args, kwargs)
-            if not any(id(value) in trace.uses for value in _tensors((args, kwargs))):
+            if not any(id(value) in trace.uses for value in tensors_in((args, kwargs))):
                 self._normalised[id(result)] = result  # a weight that multiplies it is the norm's
         elif name in _REDUCTIONS and _keeps_dimensions(args, kwargs):
             result = self._statistic(number, lambda: func(*args, **kwargs))
         else:
             result = func(*args, **kwargs)
             if name == "embedding":
-                found = [t for t in _tensors((args, kwargs)) if not t.is_floating_point()]
+                found = [t for t in tensors_in((args, kwargs)) if not t.is_floating_point()]
                 record.indices = found[0] if found else None
                 record.given = bool(found) and _storage(found[0]) in self.ids
         record.last = _node_number()
@@ -177,7 +177,7 @@ class _Watch(TorchFunctionMode):
         """Return whether a call is pinned and none of its parameters has moved."""
         if len(self.trace.records) - 1 not in (self._pins or {}):
             return False
-        for value in _tensors(arguments):
+        for value in tensors_in(arguments):
             aliases = self._scales.get(id(value), set())
             if id(value) in self._moved or any(
                 self.trace.uses[alias].parameter in self._moved for alias in aliases
@@ -209,7 +209,7 @@ class _Watch(TorchFunctionMode):
             result = self._pins[number].result
         else:
             result = _replaced(compute(), lambda t: t.detach() if isinstance(t, Tensor) else t)
-        for value in _tensors(result):
+        for value in tensors_in(result):
             self._statistics[id(value)] = value
         self.trace.records[number].result = result
         return result
@@ -258,8 +258,8 @@ class _Watch(TorchFunctionMode):
 
     def _follow(self, name: str, arguments: Any, result: Any) -> None:
         """Record which results are statistics, normalised, or computed from parameters alone."""
-        values = list(_tensors(arguments))
-        results = list(_tensors(result))
+        values = list(tensors_in(arguments))
+        results = list(tensors_in(result))
         if not results:
             return
         self._kept += results
@@ -391,36 +391,26 @@ def _replaced(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
+def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
     """Yield the tensors in nested values, such as a model's outputs."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping) and depth < 6:
         for item in value.values():
-            yield from _tensors(item, depth + 1)
+            yield from tensors_in(item, depth + 1)
     elif isinstance(value, tuple | list) and depth < 6:
         for item in value:
-            yield from _tensors(item, depth + 1)
+            yield from tensors_in(item, depth + 1)
 
 
 def _outputs(value: Any) -> Iterator[Tensor]:
     """Yield the tensors that a model returns, perhaps as the attributes of an object."""
     plain = isinstance(value, Tensor | Mapping | tuple | list | nn.Module | str)
-    yield from _tensors(value if plain or not hasattr(value, "__dict__") else dict(vars(value)))
+    yield from tensors_in(value if plain or not hasattr(value, "__dict__") else dict(vars(value)))
 
 
 def _keeps_dimensions(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return bool(kwargs.get("keepdim")) or any(value is True for value in args[2:])
-
-
-def shared_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the modules that shares the parameters."""
-    memo: dict[int, Any] = {id(p): p for p in model.parameters()}
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                memo[id(value)] = value.detach().clone()  # a computed weight cannot be copied
-    return copy.deepcopy(model, memo)
 
 
 def watched_copy(model: nn.Module) -> nn.Module:
@@ -470,12 +460,14 @@ def traced(
     call: Call,
     moved: Mapping[int, Tensor] | None = None,
     pins: Mapping[int, Pin] | None = None,
+    trace: Trace | None = None,
 ) -> Trace:
     """Run a watched copy once; with other parameters or pinned results if they are given.
 
     Args:
         moved: the id of a parameter → the tensor that replaces it.
         pins: the number of a call → the result that it returns.
+        trace: an empty trace to fill, which shows how far a pass came that fails.
     """
     floats: list[Tensor] = []
 
@@ -488,9 +480,10 @@ def traced(
     args, kwargs = _replaced((tuple(call.args), dict(call.kwargs)), leaf)
     parameters = {id(p) for p in model.parameters()}
     watch = _Watch(parameters, moved, pins)
+    watch.trace = watch.trace if trace is None else trace
     watch.trace.inputs = floats
     named = {name: value for name, value in kwargs.items() if "pos" not in name}
-    watch.ids = {_storage(t) for t in _tensors((args, named)) if not t.is_floating_point()}
+    watch.ids = {_storage(t) for t in tensors_in((args, named)) if not t.is_floating_point()}
     devices = [] if not torch.cuda.is_initialized() else list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices), torch.enable_grad(), _paths(model, watch):
         torch.default_generator.manual_seed(0)
