@@ -4,7 +4,7 @@ The overview has a row for each experiment or arm, with the mean over its seeds.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,7 @@ def overview_rows(status: MatrixStatus) -> list[OverviewRow]:
     times are None, and the status says so if a run shared its device.
     """
     by_name = {row.name: row for row in status.runs}
+    baselines = {row.baseline for row in status.runs}
     by_id: dict[str, list[RunStatus]] = {}
     for row in status.runs:
         by_id.setdefault(row.id, []).append(row)
@@ -68,7 +69,7 @@ def overview_rows(status: MatrixStatus) -> list[OverviewRow]:
             method=runs[0].method,
             total_seconds=_mean(row.total_seconds for row in _alone(runs)),
             step_seconds=_mean(row.step_ms and row.step_ms / 1e3 for row in _alone(runs)),
-            gap=_gap(runs, by_name),
+            gap=_gap(runs, by_name, baselines),
             status=_status(runs),
         )
         for name, runs in by_id.items()
@@ -85,11 +86,15 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _gap(runs: Sequence[RunStatus], by_name: dict[str, RunStatus]) -> str | None:
-    """Return the mean difference from the baseline of the same seed, without a verdict."""
+def _gap(
+    runs: Sequence[RunStatus], by_name: Mapping[str, RunStatus], baselines: Collection[str | None]
+) -> str | None:
+    """Return the mean difference from the baseline of the same seed, without a verdict.
+
+    `baselines` are the names of all baselines of the matrix.
+    """
     if all(row.baseline is None for row in runs):
-        named = {row.baseline for row in by_name.values()}
-        is_baseline = any(row.method in _UNTREATED or row.name in named for row in runs)
+        is_baseline = any(row.method in _UNTREATED or row.name in baselines for row in runs)
         return "baseline" if is_baseline else None
     gaps, relative = [], []
     for row in runs:
