@@ -142,6 +142,9 @@ TrustRemoteCode = Annotated[
 Wide = Annotated[
     bool, typer.Option("--wide", help="Show everything, even if it is wider than the terminal.")
 ]
+WideCheck = Annotated[
+    bool, typer.Option("--wide", help="With --check, show everything, even if it is too wide.")
+]
 
 
 def width_of(wide: bool = False) -> int | None:

@@ -27,7 +27,7 @@ from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import Every
 from frostlab.roles.read import anatomy
 from frostlab.storage import plain_tensors
-from frostlab.text import NONE, columns, counted, hms
+from frostlab.text import NONE, columns, counted, enumerated, fitted, hms
 from frostlab.timing.clock import Meter
 from frostlab.timing.memory import estimated_memory
 from frostlab.training.batches.feed import Feed
@@ -57,6 +57,9 @@ _WARM_UP_STEPS = 3  # the second step records the CUDA graph of a captured step
 _KEPT = 3  # checkpoints on the disk at once: the best one and the newest two
 _RECORD_BYTES = 2_000_000  # smallest size of a run's files without checkpoints and events
 _BYTES_PER_STEP = 60  # that a step adds to events.jsonl
+_HEAD = ("id", "runs", "parameters", "steps", "step", "evaluations", "time", "memory", "disk")
+_LESS_IMPORTANT = ("parameters", "evaluations", "disk", "step", "runs", "steps")  # left out first
+_KEPT_WHOLE = 3  # if two columns were left out and there is still no room, ids are shortened
 
 
 @dataclass(frozen=True)
@@ -306,11 +309,9 @@ def check_recipes(
 
 def check_table(verdict: Verdict, width: int | None) -> list[str]:
     """Return a table of all recipes, the totals, and the problems."""
-    rows: list[tuple[str, ...]] = [
-        ("id", "runs", "parameters", "steps", "step", "evaluations", "time", "memory", "disk")
-    ]
+    rows: list[tuple[str, ...]] = [_HEAD]
     rows += [_row(entry) for entry in verdict.checked if entry.problem is None]
-    lines = columns(rows, right=range(1, 9), width=width) if len(rows) > 1 else []
+    lines = _fitted(rows, width) if len(rows) > 1 else []
     total = sum(entry.runs for entry in verdict.checked if entry.problem is None)
     places = f" on {verdict.at_once} devices" if verdict.at_once > 1 else ""
     lines.append(
@@ -322,6 +323,19 @@ def check_table(verdict: Verdict, width: int | None) -> list[str]:
     if any(entry.memory_peak is None and entry.problem is None for entry in verdict.checked):
         lines.append("memory is estimated; it is measured only on a CUDA GPU")
     return lines + [f"cannot run: {line}" for line in verdict.problems]
+
+
+def _fitted(rows: Sequence[tuple[str, ...]], width: int | None) -> list[str]:
+    """Return the lines of a table; columns that make it too wide are left out and named below."""
+    shown = [
+        [index for index, name in enumerate(_HEAD) if name not in _LESS_IMPORTANT[:count]]
+        for count in range(len(_LESS_IMPORTANT) + 1)
+    ]
+    tables = [[[row[index] for index in indices] for row in rows] for indices in shown]
+    table, lines = fitted(tables, width, keep=_KEPT_WHOLE)
+    lines += columns(table, right=range(1, len(_HEAD)))
+    hidden = [name for name in _HEAD if name not in table[0]]
+    return lines + ([f"without {enumerated(hidden)}; --wide shows all columns"] if hidden else [])
 
 
 def _parts(verdict: Verdict) -> str:
