@@ -155,6 +155,22 @@ def test_times_of_runs_that_shared_a_device_are_left_out(store: Path) -> None:
     assert (one.total_seconds, one.status) == (first.total_seconds, "finished, 2 seeds")
 
 
+def test_a_crash_is_shown_with_the_end_of_the_log(store: Path) -> None:
+    killed = "its process was killed by SIGSEGV"
+    set_state(store, "finished", small_oelm_s1=RunState("crashed", error=killed))
+    log = MatrixFolder(store / "runs", "mine").logs / "small-oelm-s1.log"
+    for text, error in (
+        ("", killed),
+        ("\n \n", killed),
+        ("step 12\nterminate called\n\n", f"{killed}; its log ends in: terminate called"),
+    ):
+        log.write_text(text)
+        (row,) = [row for row in read_status(store / "runs").runs if row.state == "crashed"]
+        assert row.error == error
+    log.unlink()
+    set_state(store, "finished")
+
+
 def night(names: list[str]) -> MatrixStatus:
     """A matrix of which a third of the runs are running, the others crashed, wait or finished."""
     rows = []

@@ -18,6 +18,7 @@ from frostlab.errors import BadInput
 from frostlab.matrix.store import DriverState, MatrixFolder, PlannedRun, RunState, find_matrix
 from frostlab.records.index import EVENTS, Summary, lines_backwards, list_runs
 from frostlab.storage import open_regular
+from frostlab.text import joined
 from frostlab.typed import parse
 
 ENDED = ("finished", "diverged")
@@ -106,7 +107,10 @@ def read_status(runs: Path, name: str | None = None) -> MatrixStatus:
         row = _planned(run, summaries.get(run.name))
         row = _with_driver(row, known.get(run.name), state)
         if row.state in FAILED and row.state != "missing":
-            row = replace(row, error=row.error or last_line(matrix, run.name))
+            last = last_line(matrix, run.name)
+            # of a crashed run, the driver knows only how its process ended
+            log = last and f"its log ends in: {last}" if row.state == "crashed" else None
+            row = replace(row, error=joined((row.error, log)) or last)
         rows.append(_with_progress(row, runs))
     return _whole(matrix, state, rows)
 
