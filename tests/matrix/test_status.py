@@ -263,7 +263,18 @@ def test_the_commands_print_it(store: Path) -> None:
     (logs / "small-none-s0.log").write_text("step 1\nstep 2\n")
     assert call(app, ["logs", "small-none-s0", *runs]).output == "step 1\nstep 2\n"
     assert call(app, ["logs", "small-none", "-f", *runs]).output == "step 1\nstep 2\n"
-    assert call(app, ["logs", "small-oelm-s1", "-f", *runs]).output == "", "nothing is running"
+    never = call(app, ["logs", "small-oelm-s1", "-f", *runs])
+    assert isinstance(never.exception, fl.FrostlabError), "nothing is running"
+    assert not isinstance(never.exception, fl.BadInput), "it ends with 1"
+    assert str(never.exception) == (
+        "small-oelm-s1 has not begun, and mine does not run now (finished); the same `frostlab "
+        "matrix` command continues it"
+    )
+    set_state(store, "finished", small_oelm_s1=RunState("missing", error="missing: data x"))
+    never = call(app, ["logs", "small-oelm-s1", "-f", *runs])
+    reason = "small-oelm-s1 has written no log: it is missing (missing: data x)"
+    assert str(never.exception) == reason
+    set_state(store, "finished")
 
 
 def test_the_log_of_a_run_that_waits_is_waited_for(store: Path) -> None:

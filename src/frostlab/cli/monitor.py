@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from frostlab.cli.options import AsJson, RunsFolder, Wide, complete_run, echo, width_of
-from frostlab.errors import BadInput, nearest
+from frostlab.errors import BadInput, FrostlabError, nearest
 from frostlab.text import escaped, printable
 
 if TYPE_CHECKING:
@@ -155,8 +155,9 @@ def logs(
     path = find_log(runs, run, wait=follow)
     matrix = path.parent.parent.name
     while not path.exists():
-        if not _may_write(read_status(runs, matrix), path.stem):
-            return
+        found = read_status(runs, matrix)
+        if not _may_write(found, path.stem):
+            raise FrostlabError(_why_no_log(found, path.stem))
         time.sleep(_FOLLOW_SECONDS)
     with path.open("rb") as file:
         try:
@@ -177,5 +178,20 @@ def logs(
 def _may_write(status: "MatrixStatus", name: str) -> bool:
     """Return whether a run writes to its log, or will."""
     states = {row.name: row.state for row in status.runs}
-    live = status.status in ("running", "waiting", "stopping")
-    return live and states.get(name) in ("running", "waiting", "pending")
+    return _is_live(status) and states.get(name) in ("running", "waiting", "pending")
+
+
+def _is_live(status: "MatrixStatus") -> bool:
+    return status.status in ("running", "waiting", "stopping")
+
+
+def _why_no_log(status: "MatrixStatus", name: str) -> str:
+    """Return why a run has no log, and will have none."""
+    (row,) = [row for row in status.runs if row.name == name]
+    if row.state == "waiting":
+        return (
+            f"{name} has not begun, and {status.name} does not run now ({status.status}); the same "
+            "`frostlab matrix` command continues it"
+        )
+    reason = f" ({row.error})" if row.error else ""
+    return f"{name} has written no log: it is {row.state}{reason}"
