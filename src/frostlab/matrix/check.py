@@ -29,7 +29,7 @@ from frostlab.roles.read import anatomy
 from frostlab.storage import plain_tensors
 from frostlab.text import NONE, columns, counted, enumerated, fitted, hms
 from frostlab.timing.clock import Meter
-from frostlab.timing.memory import estimated_memory
+from frostlab.timing.memory import estimated_peak
 from frostlab.training.batches.feed import Feed
 from frostlab.training.distributed import Compute
 from frostlab.training.evaluate import evaluate
@@ -80,7 +80,7 @@ class Checked:
     report_seconds: float | None = None  # duration of the final evaluation
     checkpoints: int | None = None  # largest possible number
     checkpoint_seconds: float | None = None  # to copy one checkpoint; a thread writes it later
-    memory_estimated: int | None = None  # bytes at the peak of a step, by formula
+    memory_estimated: int | None = None  # bytes at the peak of a run on a GPU, by formula
     memory_peak: int | None = None  # bytes at the peak of steps and evaluations; CUDA only
     disk_bytes: int | None = None  # for one run
 
@@ -143,7 +143,8 @@ def _check(name: str, recipe: Recipe, runs: int, data_dir: Path | None, device: 
         parts = anatomy(current.model)
         tokens = max(batch.padded_tokens for batch in feed(largest[0]))
         language = recipe.data.task == "language"
-        memory = estimated_memory(parts, compute.precision.itemsize, language).of(tokens)
+        evaluated = evaluation_batch(recipe, current.model) * recipe.data.length
+        memory = estimated_peak(parts, compute.precision.itemsize, language, tokens, evaluated)
         steps = sum(stage.steps for stage in assembly.stages)
         optimizer = optimizer_tensors(current.model, step.optimizer).values()
         weights = sum(p.nbytes for p in current.model.parameters())
@@ -252,7 +253,8 @@ def estimate_memory(recipe: Recipe) -> int | None:
     value_bytes = 4 if recipe.train.precision == "float32" else 2
     language = recipe.data.task == "language"
     tokens = recipe.train.batch / recipe.train.accumulate * recipe.data.length
-    return round(estimated_memory(parts, value_bytes, language).of(tokens))
+    evaluated = evaluation_batch(recipe, model) * recipe.data.length
+    return round(estimated_peak(parts, value_bytes, language, tokens, evaluated))
 
 
 @dataclass(frozen=True)
