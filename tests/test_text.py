@@ -4,7 +4,17 @@ import time
 
 import pytest
 
-from frostlab.text import columns, counted, escaped, markdown, plain, printable
+from frostlab.text import (
+    columns,
+    counted,
+    escaped,
+    fitted,
+    markdown,
+    plain,
+    printable,
+    shared_start,
+    short_names,
+)
 from fuzz.targets_pages import check_markdown, tokens
 
 
@@ -56,3 +66,41 @@ def test_one_thing_has_no_plural() -> None:
     assert counted(1, "subjects") == "1 subject"
     assert counted(0, "subjects") == "0 subjects"
     assert counted(1200, "texts") == "1,200 texts"
+
+
+def test_names_are_cut_in_the_middle_and_stay_different() -> None:
+    seeds = [f"openwebtext-random-tiny-oelm-s{seed}" for seed in range(3)]
+    assert short_names(seeds, 14) == ["openwe…oelm-s0", "openwe…oelm-s1", "openwe…oelm-s2"]
+    begin = [f"gpt-{number}-with-a-long-name-s0" for number in range(100, 103)]
+    assert len(set(short_names(begin, 10))) == 3
+    assert all(len(name) == 10 for name in short_names(begin, 10))
+    assert short_names(["a-short-name", "b"], 12) == ["a-short-name", "b"]
+
+
+@pytest.mark.parametrize(
+    ("names", "start"),
+    [
+        (["gpt@lr=0.001-s0", "gpt@lr=0.003-s0"], "gpt@"),  # not half of a number
+        (["gpt-01-s0", "gpt-01-s1"], "gpt-01-"),
+        (["gpt-01-s0", "wiki-s0"], ""),
+        (["a-s0", "a-s1"], ""),  # too short
+        (["gpt-01-s0"], ""),
+        (["gpt-01-", "gpt-01-s0"], "gpt-"),  # something is left of each
+    ],
+)
+def test_what_names_share_ends_at_a_mark(names: list[str], start: str) -> None:
+    assert shared_start(names) == start
+
+
+def test_a_table_loses_columns_before_its_names_are_cut() -> None:
+    names = [f"a-recipe@lr={rate}-s0" for rate in ("0.0001", "0.0003")]
+    whole = [["id", "steps", "time"], *([name, "1,000", "0:01:00"] for name in names)]
+    tables = [[row[:count] for row in whole] for count in (3, 2, 1)]
+    assert fitted(tables, None, keep=2) == fitted(tables, 37, keep=2) == (whole, [])
+    shorter, notes = fitted(tables, 36, keep=2)
+    assert [row[0] for row in shorter] == ["id", "…lr=0.0001-s0", "…lr=0.0003-s0"]
+    assert (len(shorter[0]), notes) == (3, ["all names begin with a-recipe@"])
+    assert [len(fitted(tables, width, keep=2)[0][0]) for width in (29, 28, 20, 19)] == [3, 2, 2, 2]
+    cut, _ = fitted(tables, 19, keep=2)
+    assert [row[0] for row in cut[1:]] == ["…lr=0…001-s0", "…lr=0…003-s0"]
+    assert len(fitted(tables, 18, keep=2)[0][0]) == 1, "names that cannot be told apart are worse"

@@ -9,6 +9,8 @@ from typing import Any
 
 NONE = "–"  # text for a missing value
 _NARROWEST = 8  # the fewest characters to which a column is shortened
+_SHORTEST_NAME = 12  # the fewest characters to which names are shortened to save other columns
+_LEAST_SHARED = 4  # the fewest characters that are left out if all names begin with them
 _MARKDOWN = re.compile(  # characters with a meaning in Markdown
     r"[\\`*|$~]"
     r"|<(?=[A-Za-z/!?]|$)"  # a tag
@@ -62,26 +64,36 @@ def enumerated(names: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def columns(
-    rows: Sequence[Sequence[str]], right: Collection[int] = (), width: int | None = None
-) -> list[str]:
+Rows = Sequence[Sequence[str]]  # of a table
+
+
+def columns(rows: Rows, right: Collection[int] = (), width: int | None = None) -> list[str]:
     """Format rows as lines of aligned columns; `right` holds the indices of those to align right.
 
     Cells are shown with `plain`, because names come from users' files. If the lines are longer than
     `width`, the cells of the widest columns that are not aligned right are shortened.
     """
     rows = [[plain(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if width is not None:
-        widths = _narrowed(widths, right, width)
+        widths = _narrowed(_widths(rows), right, width)
         rows = [[short(cell, most) for cell, most in zip(row, widths, strict=True)] for row in rows]
+    return ["  ".join(row).rstrip() for row in aligned(rows, right)]
+
+
+def aligned(rows: Rows, right: Collection[int] = ()) -> list[list[str]]:
+    """Return rows with their cells filled up to the widths of the columns."""
+    widths = _widths(rows)
     return [
-        "  ".join(
+        [
             cell.rjust(width) if index in right else cell.ljust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
+        ]
         for row in rows
     ]
+
+
+def _widths(rows: Rows) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
 
 def _narrowed(widths: list[int], right: Collection[int], most: int) -> list[int]:
@@ -96,6 +108,83 @@ def _narrowed(widths: list[int], right: Collection[int], most: int) -> list[int]
         widths[widest] -= 1
         too_wide -= 1
     return widths
+
+
+def fitted(tables: Sequence[Rows], width: int | None, keep: int) -> tuple[Rows, list[str]]:
+    """Choose from tables of the same named rows, and shorten the names, to fit a width.
+
+    The first row is the head, and the first cell of each other row is its name. If the first table
+    is too wide, the beginning that all names share is left out of them. Then the first of the first
+    `keep` tables that fits is chosen, or else, from the last of these on, the first in which
+    shortened names still differ.
+
+    Args:
+        tables: the same rows with fewer and fewer columns.
+        width: the most characters of a line; None: any number.
+        keep: the number of tables that are tried before names are shortened.
+
+    Returns:
+        the rows of the chosen table, and lines that say what was left out.
+    """
+    names = [plain(row[0]) for row in tables[0][1:]]
+    rooms = [_room(table, width) for table in tables]
+    longest = max([len(tables[0][0][0]), *map(len, names)])
+    if longest <= rooms[0]:
+        return _renamed(tables[0], names), []
+    start = shared_start(names)
+    notes = [f"all names begin with {start}"] if start else []
+    if start:
+        names = [f"…{name.removeprefix(start)}" for name in names]
+        longest = max([len(tables[0][0][0]), *map(len, names)])
+    for table, room in zip(tables[:keep], rooms[:keep], strict=True):
+        if longest <= room:
+            return _renamed(table, names), notes
+    for table, room in zip(tables[keep - 1 :], rooms[keep - 1 :], strict=True):
+        shortened = short_names(names, int(max(_NARROWEST, min(room, longest))))
+        differ = len(set(shortened)) == len(set(names))
+        if table is tables[-1] or (differ and room >= min(longest, _SHORTEST_NAME)):
+            break
+    return _renamed(table, shortened), notes
+
+
+def _room(table: Rows, width: int | None) -> float:
+    """Return how many characters the other columns of a table leave to its names."""
+    if width is None:
+        return math.inf
+    return width - sum(2 + column for column in _widths(table)[1:])
+
+
+def _renamed(table: Rows, names: Sequence[str]) -> Rows:
+    head, *rows = table
+    return [head, *([name, *row[1:]] for name, row in zip(names, rows, strict=True))]
+
+
+def shared_start(names: Sequence[str]) -> str:
+    """Return what all names begin with, up to a `-`, `@` or `_`; empty if it is very short."""
+    if len(names) < 2:
+        return ""
+    least, most = min(names), max(names)
+    same = next((i for i, letter in enumerate(least) if letter != most[i : i + 1]), len(least))
+    end = 1 + max(least.rfind(mark, 0, min(same, len(least) - 1)) for mark in "-@_")
+    return least[:end] if end >= _LEAST_SHARED else ""
+
+
+def short_names(names: Sequence[str], width: int) -> list[str]:
+    """Cut names in the middle to a width; as many of them as possible stay different."""
+    best, wanted = list[str](), len(set(names))
+    if all(len(name) <= width for name in names):
+        return list(names)
+    # The end, where seeds and treatments are, is as long as the beginning, if that is possible.
+    for end in sorted(range(width), key=lambda end: abs(2 * end - width)):
+        cut = [
+            name if len(name) <= width else f"{name[: width - end - 1]}…{name[len(name) - end :]}"
+            for name in names
+        ]
+        if not best or len(set(cut)) > len(set(best)):
+            best = cut
+        if len(set(best)) == wanted:
+            break
+    return best
 
 
 def short(text: str, width: int) -> str:

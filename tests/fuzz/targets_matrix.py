@@ -58,7 +58,8 @@ def _shown(runs: Path) -> None:
     """Show a status in every way."""
     status = read_status(runs)
     json.dumps(status.to_dict())
-    terminal_table(status, 3)
+    terminal_table(status, most=1)
+    terminal_table(status, 60, height=9)
     overview_table(overview_rows(status))
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ from typer.testing import CliRunner
 import frostlab as fl
 from frostlab.cli.main import app
 from frostlab.matrix import check
-from frostlab.matrix.check import check_recipe, check_recipes, check_table, estimate_memory
+from frostlab.matrix.check import (
+    Checked,
+    Verdict,
+    check_recipe,
+    check_recipes,
+    check_table,
+    estimate_memory,
+)
 from frostlab.recipe.load import load_recipe, recipe_from
 from tiny import tiny
 
@@ -107,6 +115,24 @@ def test_a_recipe_that_cannot_run_is_named_and_the_others_are_checked(tmp_path: 
     )
     assert "cannot run: bad: " in text
     assert not (tmp_path / "x").exists()
+
+
+def test_a_table_fits_the_terminal_and_ids_can_be_told_apart() -> None:
+    one = Checked("x", 5, None, 1_234_567, 1_234_567, 12_000, 0.0123, "eager", 4000.0, 20, 1.2, 3.0,
+                  20, 0.01, 249_000_000, None, 1_000_000_000)  # fmt: skip
+    ids = [f"majority-gpt@lr={rate}-{name}" for rate in ("0.0001", "0.001") for name in ("a", "b")]
+    verdict = Verdict(tuple(replace(one, id=name) for name in ids), 1.0, 1, 10, 20)
+    for width, columns in ((None, 9), (100, 9), (80, 8), (50, 5)):
+        lines = check_table(verdict, width)
+        start = next(index for index, line in enumerate(lines) if line.startswith("id "))
+        table = lines[start : start + 5]
+        assert max(map(len, table)) <= (width or 200)
+        assert len({row.split()[0] for row in table}) == 5
+        assert len(re.split(r"  +", table[0])) == columns
+        assert all("1:06:40" in row and "249 MB" in row for row in table[1:])
+        note = lines[start + 5]
+        assert note.endswith("; --wide shows all columns") == (columns < 9)
+    assert lines[0] == "all names begin with majority-gpt@"
 
 
 def test_too_small_a_disk_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Plans of matrices: every combination once, in order, checked; files that are wrong."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,19 +84,40 @@ def test_runs_that_lack_data_are_named_and_not_run(tmp_path: Path) -> None:
     ("keys", "message"),
     [
         ({"recipe": ["x"]}, "recipe is not a key of a matrix; did you mean `recipes`"),
-        ({"recipes": []}, "recipes"),
+        ({"recipes": []}, "recipes [] should be a list of 1 to 1,000 names or files of recipes"),
+        ({"recipes": [3]}, "recipes [3] should be a list of 1 to"),
         ({"recipes": ["docstring-gpt"]}, "did you mean `docstrings-gpt`"),
         ({"treatments": ["olm"]}, "no treatment is called 'olm'; did you mean `oelm`"),
-        ({"seeds": 0}, "seeds"),
-        ({"seeds": "two"}, "seeds"),
+        (
+            {"seeds": 0},
+            "seeds 0 should be a number from 1 to 10,000, or a list of 1 to 10,000 whole",
+        ),
+        ({"seeds": "two"}, "seeds 'two' should be a number from 1"),
+        ({"seeds": []}, "seeds [] should be a number from 1"),
+        ({"seeds": [-1]}, "seeds [-1] should be a number from 1"),
+        ({"seeds": [2, 1, 1]}, "mine.yaml: seeds: 1 is listed twice"),
+        ({"treatments": ["oelm", "oelm"]}, "treatments: 'oelm' is listed twice"),
+        ({"set": 3}, "set 3 should be at most 1,000 settings, each `key: value`"),
+        (
+            {"settings": 3},
+            "settings 3 should be at most 1,000 settings, each `key: [value, value]`",
+        ),
+        ({"settings": {"optim.lr": []}}, "settings.optim.lr [] should be a list of one or more"),
+        (
+            {"settings": {"optim.lr": 0.001}},
+            "settings.optim.lr 0.001 should be a list of one or more values, such as [0.001]",
+        ),
+        ({"settings": {"optim.lr": [1, 2, 1]}}, "settings.optim.lr: 1 is listed twice"),
+        (
+            {"settings": {f"optim.{key}": list(range(50)) for key in ("lr", "warmup", "beta")}},
+            "settings have 125,000 combinations; a matrix can have 100,000 runs at most",
+        ),
         ({"settings": {"optim.lrr": [1]}}, "optim.lrr is not a key; did you mean `lr`"),
         ({"settings": {"seed": [1]}}, "settings.seed cannot be set; use seeds"),
         ({"set": {"treatment": "oelm"}}, "set.treatment cannot be set; use treatments"),
         ({"set": {"train.device": "cuda:3"}}, "train.device cuda:3 names one device"),
-        (
-            {"recipes": ["small.yaml", "small.yaml"], "seeds": 1},
-            "two recipes would have the folder",
-        ),
+        ({"recipes": ["small.yaml", "small.yaml"]}, "recipes: 'small.yaml' is listed twice"),
+        ({"recipes": ["small.yaml", "./small.yaml"]}, "two recipes would have the folder"),
     ],
 )
 def test_a_wrong_file_is_refused_in_one_line(
@@ -104,7 +126,7 @@ def test_a_wrong_file_is_refused_in_one_line(
     with pytest.raises(fl.BadInput) as refused:
         matrix_plan(write(tmp_path, **keys))
     assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert not re.search(r"\n|tuple|constrained|valid", str(refused.value))
 
 
 def test_unknown_names_are_refused_with_the_nearest() -> None:

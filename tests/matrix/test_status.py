@@ -1,13 +1,18 @@
 """`status`, `stop` and `logs`: what they show, what they refuse, and that they import no torch."""
 
+import fcntl
 import json
 import os
 import pty
 import re
+import shutil
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +25,8 @@ import frostlab as fl
 from forked import frostlab_command
 from frostlab.cli.main import app
 from frostlab.matrix.plan import matrix_plan
-from frostlab.matrix.show import _totals, overview_rows, overview_table
-from frostlab.matrix.status import _progress, _seconds_left, read_status
+from frostlab.matrix.show import overview_rows, overview_table, terminal_table
+from frostlab.matrix.status import MatrixStatus, RunStatus, _progress, _seconds_left, read_status
 from frostlab.matrix.store import DriverState, MatrixFolder, RunState, driving
 from run_made import SHAPE, stage_event, step_event, write_events
 from tiny import tiny
@@ -151,10 +156,101 @@ def test_times_of_runs_that_shared_a_device_are_left_out(store: Path) -> None:
     assert (one.total_seconds, one.status) == (first.total_seconds, "finished, 2 seeds")
 
 
+def test_a_crash_is_shown_with_the_end_of_the_log(store: Path) -> None:
+    killed = "its process was killed by SIGSEGV"
+    set_state(store, "finished", small_oelm_s1=RunState("crashed", error=killed))
+    log = MatrixFolder(store / "runs", "mine").logs / "small-oelm-s1.log"
+    for text, error in (
+        ("", killed),
+        ("\n \n", killed),
+        ("step 12\nterminate called\n\n", f"{killed}; its log ends in: terminate called"),
+    ):
+        log.write_text(text)
+        (row,) = [row for row in read_status(store / "runs").runs if row.state == "crashed"]
+        assert row.error == error
+    log.unlink()
+    set_state(store, "finished")
+
+
+def night(names: list[str]) -> MatrixStatus:
+    """A matrix of which a third of the runs are running, the others crashed, wait or finished."""
+    rows = []
+    for index, name in enumerate(names):
+        row = RunStatus(name, name, "m", "d", "oelm", 0, "waiting", metric="perplexity")
+        if index % 3 == 0:
+            row = replace(
+                row, state="running", place="cuda:0", step=1000 + index, steps=120_000,
+                loss=2.5, steps_per_second=12.25, seconds_left=9714.0,
+            )  # fmt: skip
+        elif index % 7 == 1:
+            row = replace(row, state="crashed", error="its process was killed by SIGSEGV")
+        elif index % 3 == 1:
+            row = replace(row, state="finished", step=120_000, steps=120_000, value=47.24)
+        rows.append(row)
+    counts = {state: sum(row.state == state for row in rows) for state in
+              ("running", "crashed", "waiting", "finished")}  # fmt: skip
+    return MatrixStatus("m", "running", "cuda:0", "a full disk", rows, counts, [], 9e4, 1.7e9)
+
+
+_GRID = [f"docstrings-gpt@lr={rate}-{treatment}-s{seed}" for rate in ("0.0001", "0.001", "0.01")
+         for treatment in ("baseline", "oelm") for seed in range(5)]  # fmt: skip
+_GROUP = [f"{name}-tiny-{treatment}-s{seed}" for name in ("gpt-01", "openwebtext-random")
+          for treatment in ("baseline", "oelm-random") for seed in range(5)]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+@pytest.mark.parametrize("names", [_GRID, _GROUP])
+def test_a_table_fits_the_terminal_and_cuts_neither_states_nor_numbers(
+    names: list[str], width: int
+) -> None:
+    status = night(names)
+    lines = terminal_table(status, width).plain.split("\n")
+    assert max(map(len, lines)) <= width
+    head = next(index for index, line in enumerate(lines) if line.startswith("run "))
+    table = [line.split("  ") for line in lines[head + 1 : head + 1 + len(names)]]
+    assert len({row[0] for row in table}) == len(names), "names can be told apart"
+    for row, run, line in zip(table, status.runs, lines[head + 1 :], strict=False):
+        assert row[0][-3:] == run.name[-3:]
+        assert f"  {run.state}" in line
+        if run.state == "running":
+            assert f"{run.step:,} of 120,000  " in line
+            assert "loss 2.5000" in line
+        assert (run.state == "running" and width >= 80) == ("2:41:54" in line)
+        assert ("47.24" in line) == (run.state == "finished")
+    assert ("steps/s" in lines[head]) == (width >= (120 if names is _GROUP else 100))
+    assert terminal_table(status).plain.count("12.2") == sum(
+        r.state == "running" for r in status.runs
+    )
+
+
+@pytest.mark.parametrize("height", [8, 12, 23, 60])
+def test_a_table_fits_the_height_with_the_running_runs_and_the_end(height: int) -> None:
+    status = night(_GRID)
+    text = terminal_table(status, 80, height=height).plain
+    lines = text.split("\n")
+    assert len(lines) <= height
+    assert "m (running): 30 runs: 10 running, 4 crashed, 8 waiting, 8 finished" in text
+    assert re.search(r"25:00:00\s+left, until \w{3} \d\d:\d\d", text)
+    running, crashed, waiting = (
+        sum(bool(re.search(rf"  {state}\b", line)) for line in lines[2:])
+        for state in ("running", "crashed", "waiting")
+    )
+    assert (running, crashed, waiting) == {
+        8: (3, 0, 0), 12: (5, 0, 0), 23: (10, 3, 0), 60: (10, 4, 8),
+    }[height]  # fmt: skip
+    hidden = {
+        8: "… 7 running, 4 crashed, 8 waiting, 8 finished\n",
+        12: "… 5 running, 4 crashed, 8 waiting, 8 finished\n",
+        23: "… 1 crashed, 8 waiting, 8 finished\n",
+        60: "mine",
+    }[height]
+    assert (hidden in text) == (height < 60)
+
+
 def test_the_commands_print_it(store: Path) -> None:
     set_state(store, "finished")
     one = replace(read_status(store / "runs"), runs=read_status(store / "runs").runs[:1])
-    assert "): 1 run: " in "\n".join(_totals(one, 0))
+    assert "): 1 run: " in terminal_table(one).plain
     call = CliRunner().invoke
     runs = ["--runs", str(store / "runs")]
     shown = call(app, ["status", *runs]).output
@@ -168,7 +264,18 @@ def test_the_commands_print_it(store: Path) -> None:
     (logs / "small-none-s0.log").write_text("step 1\nstep 2\n")
     assert call(app, ["logs", "small-none-s0", *runs]).output == "step 1\nstep 2\n"
     assert call(app, ["logs", "small-none", "-f", *runs]).output == "step 1\nstep 2\n"
-    assert call(app, ["logs", "small-oelm-s1", "-f", *runs]).output == "", "nothing is running"
+    never = call(app, ["logs", "small-oelm-s1", "-f", *runs])
+    assert isinstance(never.exception, fl.FrostlabError), "nothing is running"
+    assert not isinstance(never.exception, fl.BadInput), "it ends with 1"
+    assert str(never.exception) == (
+        "small-oelm-s1 has not begun, and mine does not run now (finished); the same `frostlab "
+        "matrix` command continues it"
+    )
+    set_state(store, "finished", small_oelm_s1=RunState("missing", error="missing: data x"))
+    never = call(app, ["logs", "small-oelm-s1", "-f", *runs])
+    reason = "small-oelm-s1 has written no log: it is missing (missing: data x)"
+    assert str(never.exception) == reason
+    set_state(store, "finished")
 
 
 def test_the_log_of_a_run_that_waits_is_waited_for(store: Path) -> None:
@@ -250,6 +357,34 @@ def test_status_imports_neither_torch_nor_pydantic_models(store: Path) -> None:
         [sys.executable, "-c", program, str(store / "runs")], capture_output=True, text=True
     )
     assert done.stdout.splitlines()[-1] == "set()", done.stderr
+
+
+def test_a_terminal_has_its_width_and_a_pipe_has_whole_names(store: Path, tmp_path: Path) -> None:
+    name = "a-run-with-a-long-name" * 5
+    shutil.copytree(store / "runs" / "small-none-s0", tmp_path / name)
+    main, other = pty.openpty()
+    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    size = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+    command = [sys.executable, "-m", "frostlab", "status", "--runs", str(tmp_path)]
+    for options in ([], ["--wide"]):
+        subprocess.run([*command, *options], stdout=other, env=size, check=True)
+    os.close(other)
+    narrow, wide = re.findall(r"(?m)^.*finished .*$", re.sub(r"\x1b\[\d*m|\r", "", read_all(main)))
+    assert len(narrow) == 80
+    assert re.match(r"a-run-with-.*….*-long-name  finished ", narrow)
+    assert re.search(r"  finished  8 of 8  +[01][.\d]*$", narrow), "no column is empty"
+    assert wide.startswith(f"{name}  finished  8 of 8  accuracy ")
+    assert name in frostlab_command("status", "--runs", str(tmp_path)).stdout
+
+
+def read_all(terminal: int) -> str:
+    """The output of a terminal whose programs have ended."""
+    text = b""
+    with suppress(OSError):
+        while block := os.read(terminal, 10000):
+            text += block
+    os.close(terminal)
+    return text.decode()
 
 
 @pytest.mark.slow

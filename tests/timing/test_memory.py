@@ -1,5 +1,8 @@
 """The memory of a step: the bound lies below every measured peak, and the estimate near it."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,8 +10,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import frostlab as fl
 from frostlab.experiments.steps import measured_steps, planned_stages
+from frostlab.matrix.check import estimate_memory
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.groups import group_names, load_group
+from frostlab.recipe.load import load_recipe
 from frostlab.recipe.settings import OPTIMIZERS, Optim
 from frostlab.timing.memory import estimated_memory, least_memory
 from frostlab.training.step.optimizer import build_optimizer
@@ -69,6 +74,23 @@ def test_the_bound_is_below_every_measured_peak() -> None:
                 assert least_bytes < measured[step].peak_bytes, step
                 checked.add(step)
     assert len(checked) > 10
+
+
+def test_the_estimate_is_near_the_measured_peaks_of_runs() -> None:
+    peaks = {}
+    for line in (Path(__file__).parents[2] / "docs/records/h200.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if record["benchmark"] == "memory of --check":
+            peaks[record["recipe"]] = record["run_bytes"]
+    ratios = {}
+    for name, peak in peaks.items():
+        estimate = estimate_memory(load_recipe(name))
+        assert estimate is not None
+        ratios[name] = round(estimate / peak, 2)
+    assert ratios == {
+        "imdb-lm-gpt": 1.04, "docstrings-gpt": 0.91, "eeg-conformer-v2": 0.65,
+        "docstrings-deep": 0.95, "docstrings-decoder": 1.01,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("frozen", [(), ("embedding", "position", "layers[0]")])

@@ -23,6 +23,7 @@ from frostlab.cli.options import (
     StandIn,
     TrustRemoteCode,
     WhenIdle,
+    WideCheck,
     check_data_dir,
     echo,
     settings_from,
@@ -93,6 +94,7 @@ def matrix(
     scale: ScaleOption = None,
     stand_in: StandIn = False,
     trust_remote_code: TrustRemoteCode = False,
+    wide: WideCheck = False,
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
@@ -127,7 +129,7 @@ def matrix(
         data_dir=data_dir,
     )
     if check:
-        _check(plan, places, runs, as_json)
+        _check(plan, places, runs, wide, as_json)
         return
     if as_json:
         raise BadInput("--json is for --check; `frostlab status --json` shows the runs")
@@ -147,7 +149,7 @@ def matrix(
         _detach(plan, folder)
 
 
-def _check(plan: "MatrixPlan", places: "Places", runs: Path, as_json: bool) -> None:
+def _check(plan: "MatrixPlan", places: "Places", runs: Path, wide: bool, as_json: bool) -> None:
     """Check every recipe of a plan once, and show what all of its runs need."""
     from frostlab.matrix.plan import recipes_of
     from frostlab.matrix.slots import parse_devices
@@ -155,7 +157,7 @@ def _check(plan: "MatrixPlan", places: "Places", runs: Path, as_json: bool) -> N
     places.check()
     devices = parse_devices(places.devices)
     data_dir = None if plan.data_dir is None else Path(plan.data_dir)
-    show_check(recipes_of(plan), runs, data_dir, devices, as_json)
+    show_check(recipes_of(plan), runs, data_dir, devices, wide, as_json)
 
 
 def show_check(
@@ -163,6 +165,7 @@ def show_check(
     runs: Path,
     data_dir: Path | None,
     devices: "Sequence[str]",
+    wide: bool,
     as_json: bool,
 ) -> None:
     """Check recipes, and print what they need; exit with 1 if one of them cannot run."""
@@ -174,7 +177,7 @@ def show_check(
     if as_json:
         echo(json.dumps(verdict.to_dict(), indent=1))
     else:
-        echo("\n".join(check_table(verdict, width_of())))
+        echo("\n".join(check_table(verdict, width_of(wide))))
     if verdict.problems:
         raise typer.Exit(1)
 

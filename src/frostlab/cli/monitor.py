@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from frostlab.cli.options import AsJson, RunsFolder, complete_run, echo
-from frostlab.errors import BadInput, nearest
+from frostlab.cli.options import AsJson, RunsFolder, Wide, complete_run, echo, width_of
+from frostlab.errors import BadInput, FrostlabError, nearest
 from frostlab.text import escaped, printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.text import Text
 
     from frostlab.matrix.status import MatrixStatus
 
@@ -40,13 +40,16 @@ def status(
     everything: Annotated[
         bool, typer.Option("--all", help=f"Show all runs, even if they are more than {_MOST_ROWS}.")
     ] = False,
+    wide: Wide = False,
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Show where the runs of a matrix stand: state, device, step, loss, speed, time left.
+    """Show where the runs of a matrix stand: state, step, loss, time left, device, speed.
 
     A matrix is all runs that one `frostlab matrix` command trains. If the folder has no
-    matrix, all its runs are shown.
+    matrix, all its runs are shown. A narrow terminal shows neither speed nor device, and
+    shortens names; --live shows as many runs as there are lines, running and failed ones
+    first.
     """
     from frostlab.matrix.show import as_json as status_values
     from frostlab.matrix.show import cautions, ended, overview_rows, overview_table, terminal_table
@@ -63,28 +66,29 @@ def status(
     if markdown:
         echo("\n\n".join([overview_table(overview_rows(found)), *map(escaped, cautions(found))]))
         return
+    from rich.console import Console
+
     most = None if everything else _MOST_ROWS
-    console = _console()
+    console = Console(highlight=False)
     if not live:
-        console.print(terminal_table(found, most))
+        # In a pipe, nothing is shortened.
+        width = width_of(wide or not sys.stdout.isatty())
+        console.print(terminal_table(found, width, most=most), soft_wrap=True)
         return
     from rich.live import Live
 
-    with Live(terminal_table(found, most), console=console, auto_refresh=False) as screen:
+    def screenful() -> "Text":
+        # The cursor is in the last line.
+        return terminal_table(found, width_of(wide), height=console.height - 1)
+
+    with Live(screenful(), console=console, auto_refresh=False) as screen:
         try:
             while not ended(found):
                 time.sleep(_LIVE_SECONDS)
                 found = read_status(runs, matrix)
-                screen.update(terminal_table(found, most), refresh=True)
+                screen.update(screenful(), refresh=True)
         except KeyboardInterrupt:
             pass
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    # In a terminal, lines are as long as it is wide; in a pipe, up to 200 characters.
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
 def stop(
@@ -151,8 +155,9 @@ def logs(
     path = find_log(runs, run, wait=follow)
     matrix = path.parent.parent.name
     while not path.exists():
-        if not _may_write(read_status(runs, matrix), path.stem):
-            return
+        found = read_status(runs, matrix)
+        if not _may_write(found, path.stem):
+            raise FrostlabError(_why_no_log(found, path.stem))
         time.sleep(_FOLLOW_SECONDS)
     with path.open("rb") as file:
         try:
@@ -173,5 +178,20 @@ def logs(
 def _may_write(status: "MatrixStatus", name: str) -> bool:
     """Return whether a run writes to its log, or will."""
     states = {row.name: row.state for row in status.runs}
-    live = status.status in ("running", "waiting", "stopping")
-    return live and states.get(name) in ("running", "waiting", "pending")
+    return _is_live(status) and states.get(name) in ("running", "waiting", "pending")
+
+
+def _is_live(status: "MatrixStatus") -> bool:
+    return status.status in ("running", "waiting", "stopping")
+
+
+def _why_no_log(status: "MatrixStatus", name: str) -> str:
+    """Return why a run has no log, and will have none."""
+    (row,) = [row for row in status.runs if row.name == name]
+    if row.state == "waiting":
+        return (
+            f"{name} has not begun, and {status.name} does not run now ({status.status}); the same "
+            "`frostlab matrix` command continues it"
+        )
+    reason = f" ({row.error})" if row.error else ""
+    return f"{name} has written no log: it is {row.state}{reason}"

@@ -41,8 +41,9 @@ PerDevice = Annotated[
     str,
     typer.Option(
         "--per-device", metavar="N|auto",
-        help="Number of runs that share a device; their times cannot be compared then. auto: on a "
-        "GPU up to 5, as memory and CPU cores allow; on the CPU 1.",
+        help="Number of runs that share a device; their times cannot be compared then. auto: as "
+        "memory and CPU cores allow; on a GPU with CUDA MPS up to 7, of which 5 take steps at the "
+        "same time, without MPS up to 3, of which 1 does; on the CPU 1.",
     ),
 ]  # fmt: skip
 WhenIdle = Annotated[
@@ -141,6 +142,9 @@ TrustRemoteCode = Annotated[
 
 Wide = Annotated[
     bool, typer.Option("--wide", help="Show everything, even if it is wider than the terminal.")
+]
+WideCheck = Annotated[
+    bool, typer.Option("--wide", help="With --check, show everything, even if it is too wide.")
 ]
 
 

@@ -18,6 +18,7 @@ from frostlab.cli.options import (
     Settings,
     StandIn,
     TrustRemoteCode,
+    WideCheck,
     check_data_dir,
     echo,
     is_first_process,
@@ -171,6 +172,7 @@ def run(
     scale: ScaleOption = None,
     stand_in: StandIn = False,
     trust_remote_code: TrustRemoteCode = False,
+    wide: WideCheck = False,
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
@@ -187,7 +189,7 @@ def run(
 
             loaded = with_stand_ins(loaded, data_dir)
         folder = runs if out is None else out.parent
-        show_check([(recipe_name(recipe), loaded, 1)], folder, data_dir, ["auto"], as_json)
+        show_check([(recipe_name(recipe), loaded, 1)], folder, data_dir, ["auto"], wide, as_json)
         return
     from frostlab.devices import find_device, start_device
 

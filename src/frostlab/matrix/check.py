@@ -27,9 +27,9 @@ from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import Every
 from frostlab.roles.read import anatomy
 from frostlab.storage import plain_tensors
-from frostlab.text import NONE, columns, counted, hms
+from frostlab.text import NONE, columns, counted, enumerated, fitted, hms
 from frostlab.timing.clock import Meter
-from frostlab.timing.memory import estimated_memory
+from frostlab.timing.memory import estimated_peak
 from frostlab.training.batches.feed import Feed
 from frostlab.training.distributed import Compute
 from frostlab.training.evaluate import evaluate
@@ -57,6 +57,9 @@ _WARM_UP_STEPS = 3  # the second step records the CUDA graph of a captured step
 _KEPT = 3  # checkpoints on the disk at once: the best one and the newest two
 _RECORD_BYTES = 2_000_000  # smallest size of a run's files without checkpoints and events
 _BYTES_PER_STEP = 60  # that a step adds to events.jsonl
+_HEAD = ("id", "runs", "parameters", "steps", "step", "evaluations", "time", "memory", "disk")
+_LESS_IMPORTANT = ("parameters", "evaluations", "disk", "step", "runs", "steps")  # left out first
+_KEPT_WHOLE = 3  # if two columns were left out and there is still no room, ids are shortened
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Checked:
     report_seconds: float | None = None  # duration of the final evaluation
     checkpoints: int | None = None  # largest possible number
     checkpoint_seconds: float | None = None  # to copy one checkpoint; a thread writes it later
-    memory_estimated: int | None = None  # bytes at the peak of a step, by formula
+    memory_estimated: int | None = None  # bytes at the peak of a run on a GPU, by formula
     memory_peak: int | None = None  # bytes at the peak of steps and evaluations; CUDA only
     disk_bytes: int | None = None  # for one run
 
@@ -140,9 +143,10 @@ def _check(name: str, recipe: Recipe, runs: int, data_dir: Path | None, device: 
         parts = anatomy(current.model)
         tokens = max(batch.padded_tokens for batch in feed(largest[0]))
         language = recipe.data.task == "language"
-        memory = estimated_memory(
-            parts, compute.precision.itemsize, language, recipe.optim.facts
-        ).of(tokens)
+        evaluated = evaluation_batch(recipe, current.model) * recipe.data.length
+        memory = estimated_peak(
+            parts, compute.precision.itemsize, language, tokens, evaluated, recipe.optim.facts
+        )
         steps = sum(stage.steps for stage in assembly.stages)
         optimizer = optimizer_tensors(current.model, step.optimizer).values()
         weights = sum(p.nbytes for p in current.model.parameters())
@@ -251,7 +255,10 @@ def estimate_memory(recipe: Recipe) -> int | None:
     value_bytes = 4 if recipe.train.precision == "float32" else 2
     language = recipe.data.task == "language"
     tokens = recipe.train.batch / recipe.train.accumulate * recipe.data.length
-    return round(estimated_memory(parts, value_bytes, language, recipe.optim.facts).of(tokens))
+    evaluated = evaluation_batch(recipe, model) * recipe.data.length
+    return round(
+        estimated_peak(parts, value_bytes, language, tokens, evaluated, recipe.optim.facts)
+    )
 
 
 @dataclass(frozen=True)
@@ -308,11 +315,9 @@ def check_recipes(
 
 def check_table(verdict: Verdict, width: int | None) -> list[str]:
     """Return a table of all recipes, the totals, and the problems."""
-    rows: list[tuple[str, ...]] = [
-        ("id", "runs", "parameters", "steps", "step", "evaluations", "time", "memory", "disk")
-    ]
+    rows: list[tuple[str, ...]] = [_HEAD]
     rows += [_row(entry) for entry in verdict.checked if entry.problem is None]
-    lines = columns(rows, right=range(1, 9), width=width) if len(rows) > 1 else []
+    lines = _fitted(rows, width) if len(rows) > 1 else []
     total = sum(entry.runs for entry in verdict.checked if entry.problem is None)
     places = f" on {verdict.at_once} devices" if verdict.at_once > 1 else ""
     lines.append(
@@ -324,6 +329,19 @@ def check_table(verdict: Verdict, width: int | None) -> list[str]:
     if any(entry.memory_peak is None and entry.problem is None for entry in verdict.checked):
         lines.append("memory is estimated; it is measured only on a CUDA GPU")
     return lines + [f"cannot run: {line}" for line in verdict.problems]
+
+
+def _fitted(rows: Sequence[tuple[str, ...]], width: int | None) -> list[str]:
+    """Return the lines of a table; columns that make it too wide are left out and named below."""
+    shown = [
+        [index for index, name in enumerate(_HEAD) if name not in _LESS_IMPORTANT[:count]]
+        for count in range(len(_LESS_IMPORTANT) + 1)
+    ]
+    tables = [[[row[index] for index in indices] for row in rows] for indices in shown]
+    table, lines = fitted(tables, width, keep=_KEPT_WHOLE)
+    lines += columns(table, right=range(1, len(_HEAD)))
+    hidden = [name for name in _HEAD if name not in table[0]]
+    return lines + ([f"without {enumerated(hidden)}; --wide shows all columns"] if hidden else [])
 
 
 def _parts(verdict: Verdict) -> str:

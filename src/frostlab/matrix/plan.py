@@ -10,6 +10,7 @@ The file of a matrix names recipes, treatments, settings and seeds; every combin
 """
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,6 +39,16 @@ _MOST_RUNS = 100_000
 _MOST_SEEDS = 10_000
 _ON_ONE_DEVICE = ("auto", "cuda", "cpu", "mps")  # allowed values of `train.device`
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
+_ALLOWED = {  # key of a matrix's file → its allowed values, for errors
+    "about": "a text",
+    "recipes": f"a list of 1 to {MOST_LISTED:,} names or files of recipes",
+    "treatments": f"a list of at most {MOST_LISTED:,} names of treatments",
+    "set": f"at most {MOST_LISTED:,} settings, each `key: value`",
+    "settings": f"at most {MOST_LISTED:,} settings, each `key: [value, value]`, or a list of "
+    "combinations, each `{key: value, key: value}`",
+    "seeds": f"a number from 1 to {_MOST_SEEDS:,}, or a list of 1 to {_MOST_SEEDS:,} whole "
+    "numbers from 0 on",
+}
 
 
 class MatrixFile(Strict):
@@ -53,7 +64,10 @@ class MatrixFile(Strict):
     settings: dict[str, tuple[Any, ...]] | tuple[dict[str, Any], ...] = Field(
         default=(), max_length=MOST_LISTED
     )
-    seeds: Annotated[int, Field(ge=1, le=_MOST_SEEDS)] | tuple[Seed, ...] = 1
+    seeds: (
+        Annotated[int, Field(ge=1, le=_MOST_SEEDS)]
+        | Annotated[tuple[Seed, ...], Field(min_length=1, max_length=_MOST_SEEDS)]
+    ) = 1
 
     def variants(self) -> list[dict[str, Any]]:
         """Return the combinations of settings; one empty combination if there are none."""
@@ -137,6 +151,7 @@ def matrix_from(values: dict[str, Any], label: str) -> MatrixFile:
     for key in ("recipes", "treatments"):
         if isinstance(values.get(key), str):
             values = {**values, key: [part.strip() for part in values[key].split(",")]}
+    _check_grid(values.get("settings"), label)
     try:
         file = MatrixFile.model_validate_json(json.dumps(values))
     except ValidationError as error:
@@ -147,8 +162,9 @@ def matrix_from(values: dict[str, Any], label: str) -> MatrixFile:
             raise BadInput(f"{label}: {key} is not a key of a matrix{hint}") from None
         if problem["type"] == "missing":
             raise BadInput(f"{label}: {key} is missing") from None
-        reason = problem["msg"].removeprefix("Value error, ")
-        raise BadInput(f"{label}: {key} {shown(problem['input'])}: {reason}") from None
+        key = str(problem["loc"][0])
+        raise BadInput(f"{label}: {key} {shown(values[key])} should be {_ALLOWED[key]}") from None
+    _check_repetitions(file, label)
     for treatment in file.treatments:
         if treatment not in TREATMENTS:
             hint = nearest(treatment, TREATMENTS)
@@ -158,6 +174,40 @@ def matrix_from(values: dict[str, Any], label: str) -> MatrixFile:
             if key in keys:
                 raise BadInput(f"{label}: {where}.{key} cannot be set; use {instead}")
     return file
+
+
+def _check_grid(settings: object, label: str) -> None:
+    """Refuse a grid of settings with a key that has no list of values, or too many combinations."""
+    if not isinstance(settings, dict):
+        return
+    for key, values in settings.items():
+        if not isinstance(values, list) or not values:
+            example = "" if isinstance(values, list) or values is None else f", such as [{values}]"
+            raise BadInput(
+                f"{label}: settings.{shown_key(str(key))} {shown(values)} should be a list of one "
+                f"or more values{shown_key(example)}"
+            )
+    combinations = math.prod(map(len, settings.values()))
+    if combinations > _MOST_RUNS:
+        raise BadInput(
+            f"{label}: settings have {combinations:,} combinations; a matrix can have "
+            f"{_MOST_RUNS:,} runs at most"
+        )
+
+
+def _check_repetitions(file: MatrixFile, label: str) -> None:
+    """Refuse a value that a list has twice, because both runs would have the same folder."""
+    seeds = () if isinstance(file.seeds, int) else file.seeds
+    lists = {"recipes": file.recipes, "treatments": file.treatments, "seeds": seeds}
+    if isinstance(file.settings, dict):
+        lists |= {f"settings.{key}": values for key, values in file.settings.items()}
+    else:
+        lists["settings"] = file.settings
+    for key, values in lists.items():
+        counts = Counter(map(json.dumps, values))
+        for value in values:
+            if counts[json.dumps(value)] > 1:
+                raise BadInput(f"{label}: {shown_key(key)}: {shown(value)} is listed twice")
 
 
 def _of_group(group: Group, settings: dict[str, Any]) -> list[_Variant]:

@@ -4,15 +4,28 @@ The overview has a row for each experiment or arm, with the mean over its seeds.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from frostlab.matrix.status import ENDED, FAILED, MatrixStatus, RunStatus
-from frostlab.text import NONE, counted, hms, markdown, number, plain
+from frostlab.text import (
+    NONE,
+    Rows,
+    aligned,
+    counted,
+    fitted,
+    hms,
+    markdown,
+    number,
+    plain,
+    short,
+    wrapped,
+)
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.text import Text
 
 _UNTREATED = ("none", "baseline")  # names of the treatment that changes nothing
 HEAD = ("phase", "id", "data", "method", "total", "step", "gap to baseline", "status")
@@ -57,6 +70,7 @@ def overview_rows(status: MatrixStatus) -> list[OverviewRow]:
     times are None, and the status says so if a run shared its device.
     """
     by_name = {row.name: row for row in status.runs}
+    baselines = {row.baseline for row in status.runs}
     by_id: dict[str, list[RunStatus]] = {}
     for row in status.runs:
         by_id.setdefault(row.id, []).append(row)
@@ -68,7 +82,7 @@ def overview_rows(status: MatrixStatus) -> list[OverviewRow]:
             method=runs[0].method,
             total_seconds=_mean(row.total_seconds for row in _alone(runs)),
             step_seconds=_mean(row.step_ms and row.step_ms / 1e3 for row in _alone(runs)),
-            gap=_gap(runs, by_name),
+            gap=_gap(runs, by_name, baselines),
             status=_status(runs),
         )
         for name, runs in by_id.items()
@@ -85,11 +99,15 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _gap(runs: Sequence[RunStatus], by_name: dict[str, RunStatus]) -> str | None:
-    """Return the mean difference from the baseline of the same seed, without a verdict."""
+def _gap(
+    runs: Sequence[RunStatus], by_name: Mapping[str, RunStatus], baselines: Collection[str | None]
+) -> str | None:
+    """Return the mean difference from the baseline of the same seed, without a verdict.
+
+    `baselines` are the names of all baselines of the matrix.
+    """
     if all(row.baseline is None for row in runs):
-        named = {row.baseline for row in by_name.values()}
-        is_baseline = any(row.method in _UNTREATED or row.name in named for row in runs)
+        is_baseline = any(row.method in _UNTREATED or row.name in baselines for row in runs)
         return "baseline" if is_baseline else None
     gaps, relative = [], []
     for row in runs:
@@ -118,37 +136,101 @@ def _status(runs: Sequence[RunStatus]) -> str:
     return f"{status}; shared a device, so not timed" if shared and not _alone(runs) else status
 
 
-def terminal_table(status: MatrixStatus, most: int | None = None) -> "Group":
-    """Return a table for rich, with a line of totals.
+def terminal_table(
+    status: MatrixStatus,
+    width: int | None = None,
+    *,
+    height: int | None = None,
+    most: int | None = None,
+) -> "Text":
+    """Return a table for rich, with lines of totals.
 
-    `most` is the largest number of rows; running and failed runs are preferred to others.
+    If there is no room for all runs, running ones are preferred, then those that failed.
+
+    Args:
+        width: characters of a line; None: any number.
+        height: the most lines of the text; None: any number.
+        most: the most runs; None: any number.
     """
-    from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    rows = status.runs
-    if most is not None and len(rows) > most:
-        ranked = sorted(rows, key=lambda row: _ORDER.index(row.state) if row.state in _ORDER else 0)
-        chosen = {row.name for row in ranked[:most]}
-        rows = [row for row in rows if row.name in chosen]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("run", "state", "device"):
-        table.add_column(name, no_wrap=True, overflow="ellipsis")
-    for name in ("step", "loss or metric", "steps/s", "left"):
-        table.add_column(name, justify="right", no_wrap=True)
+    totals, details, room = _totals(status, width), _details(status), None
+    if height is None:
+        totals += [line for detail in details for line in wrapped(plain(detail), width)]
+    else:
+        details = [plain(detail) for detail in details[: max(0, height // 3 - len(totals))]]
+        totals += [short(detail, width) if width else detail for detail in details]
+        # there is also the head, a line about the names, and one about runs that are not shown
+        room = max(0, height - len(totals) - 3)
+    rows = _preferred(status.runs, room, most)
+    names, lines = _table(rows, width) if rows else ([], [])
+    text = Text(no_wrap=True, overflow="crop")
+    for line in names:
+        text.append(f"{line}\n")
+    for row, cells in zip([None, *rows], lines, strict=False):
+        line = "  ".join(cells).rstrip()
+        begins = len(text) + len(cells[0]) + 2
+        text.append(f"{line}\n", None if row else "bold")
+        if row and row.state in _STYLES:
+            text.stylize(_STYLES[row.state], begins, begins + len(row.state))
     for row in rows:
-        cells = [row.name, row.state, row.place or "", _steps(row), _result(row),
-                 "" if row.steps_per_second is None else f"{row.steps_per_second:.1f}",
-                 "" if row.seconds_left is None else hms(row.seconds_left)]  # fmt: skip
-        style = _STYLES.get(row.state, "")
-        table.add_row(*(Text(plain(cell), style if i == 1 else "") for i, cell in enumerate(cells)))
-    problems = [
-        Text(plain(f"{row.name}: {row.error}"), "red")
-        for row in rows if row.error and row.state in (*FAILED, "diverged")
-    ]  # fmt: skip
-    lines = [Text(plain(line)) for line in _totals(status, len(status.runs) - len(rows))]
-    return Group(table, *problems, *lines) if rows else Group(*lines)
+        if _has_problem(row):
+            problem = plain(f"{row.name}: {row.error}")
+            problem = short(problem, width) if width and height else problem
+            text.append("".join(f"{line}\n" for line in wrapped(problem, width)), "red")
+    hidden = Counter(row.state for row in status.runs) - Counter(row.state for row in rows)
+    if hidden and rows:
+        hint = "; --all shows them" if height is None else ""
+        text.append(f"… {_listed(hidden)}{hint}\n")
+    text.append("\n".join(totals))
+    return text
+
+
+def _preferred(
+    rows: Sequence[RunStatus], room: int | None, most: int | None
+) -> Sequence[RunStatus]:
+    """Return the rows for which there is room, in their order; a problem takes one more line."""
+    ranked = sorted(rows, key=lambda row: _ORDER.index(row.state) if row.state in _ORDER else 0)
+    chosen, lines = set[str](), 0
+    for row in ranked[:most]:
+        lines += 1 + _has_problem(row)
+        if room is not None and lines > room:
+            break
+        chosen.add(row.name)
+    return [row for row in rows if row.name in chosen]
+
+
+def _has_problem(row: RunStatus) -> bool:
+    return bool(row.error) and row.state in (*FAILED, "diverged")
+
+
+def _table(rows: Sequence[RunStatus], width: int | None) -> tuple[list[str], list[list[str]]]:
+    """Return lines about the names of runs, and the aligned cells of a table that fits a width.
+
+    Empty columns are left out. If there is no room, the table lacks the speed, then the device,
+    then the metric's name, and then the other columns, the last one first.
+    """
+    metrics = {row.metric for row in rows if row.state != "running" and row.value is not None}
+    named = len(metrics) != 1
+    whole = [("run", "state", "step", "loss or metric", "left", "device", "steps/s")]
+    brief = [(*whole[0][:3], "loss or metric" if named else plain(*metrics), "left")]
+    for row in rows:
+        speed = "" if row.steps_per_second is None else f"{row.steps_per_second:.1f}"
+        left = "" if row.seconds_left is None else hms(row.seconds_left)
+        cells = (row.name, plain(row.state), _steps(row))
+        whole.append((*cells, plain(_result(row)), left, plain(row.place or ""), speed))
+        brief.append((*cells, plain(_result(row, named)), left))
+    tables = [_some_columns(whole, count) for count in (7, 6, 5)]
+    tables += [_some_columns(brief, count) for count in (5, 4, 3, 2)]
+    fit, lines = fitted(tables, width, keep=4)
+    right = [index for index, name in enumerate(fit[0]) if name not in ("run", "state", "device")]
+    return lines, aligned(fit, right)
+
+
+def _some_columns(rows: Rows, count: int) -> Rows:
+    """Return the first columns of a table without those that are empty."""
+    used = [index for index in range(count) if any(row[index] for row in rows[1:])]
+    return [[row[index] for index in used] for row in rows]
 
 
 def _steps(row: RunStatus) -> str:
@@ -157,32 +239,40 @@ def _steps(row: RunStatus) -> str:
     return f"{row.step:,}" if row.steps is None else f"{row.step:,} of {row.steps:,}"
 
 
-def _result(row: RunStatus) -> str:
+def _result(row: RunStatus, named: bool = True) -> str:
+    """Return the loss of a running run, or else the value of the metric, with its name if asked."""
     if row.state == "running" and row.loss is not None:
         return f"loss {row.loss:.4f}"
-    return f"{row.metric} {number(row.value)}" if row.value is not None else ""
+    if row.value is None:
+        return ""
+    return f"{row.metric} {number(row.value)}" if named else number(row.value)
 
 
-def _totals(status: MatrixStatus, hidden: int) -> list[str]:
-    """Return the lines below a table: counts, the expected end, GPUs, and why nothing starts."""
-    more = [f"… {hidden:,} more runs; --all shows them"] if hidden else []
-    counts = ", ".join(
-        f"{status.counts[state]:,} {state}" for state in _ORDER if status.counts.get(state)
-    )
+def _listed(counts: Mapping[str, int]) -> str:
+    """Return "2 running, 1 failed"."""
+    return ", ".join(f"{counts[state]:,} {state}" for state in _ORDER if counts.get(state))
+
+
+def _totals(status: MatrixStatus, width: int | None) -> list[str]:
+    """Return the counts of all runs and the expected end, in lines of a width."""
     name = "" if status.name is None else f"{status.name} ({status.status}): "
-    total = f"{name}{counted(len(status.runs), 'runs')}: {counts}"
+    total = f"{name}{counted(len(status.runs), 'runs')}: {_listed(status.counts)}"
     if not status.runs:
         total = f"{name}no runs yet"
     if status.expected_end is not None:
         end = time.strftime("%a %H:%M", time.localtime(status.expected_end))
         total += f"; about {hms(status.seconds_left)} left, until {end}"
-    lines = [*more, total, *cautions(status)]
-    if status.places is not None:
-        lines.append(f"on {status.places}")
+    return wrapped(plain(total), width)
+
+
+def _details(status: MatrixStatus) -> list[str]:
+    """Return why nothing starts, the GPUs, the devices, and warnings about the numbers."""
+    lines = [f"waiting: {status.note}"] if status.note else []
     for gpu in status.gpus:
         used = f"{gpu.memory_used / 1e9:.1f} of {gpu.memory_total / 1e9:.1f} GB"
         lines.append(f"{gpu.device}: {used}, {gpu.utilisation:.0f} % busy")
-    return lines + ([f"waiting: {status.note}"] if status.note else [])
+    lines += [f"on {status.places}"] if status.places is not None else []
+    return lines + cautions(status)
 
 
 def cautions(status: MatrixStatus) -> list[str]:

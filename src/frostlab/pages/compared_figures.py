@@ -257,7 +257,7 @@ def _flops(
 
 
 def _selecting(compared: "Compared") -> tuple[str | None, str]:
-    """Return the metric to draw (the plan's, if evaluated) and the split that selects the weights."""
+    """Return the metric to draw (the plan's, if evaluated) and the split that selects weights."""
     data, metric = compared.evidence.data, compared.evidence.rules.metric
     split = "tune" if data is not None and "tune" in data.splits else "report"
     evaluations = [

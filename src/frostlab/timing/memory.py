@@ -1,8 +1,9 @@
-"""The memory of a training step: an estimate, and a lower bound.
+"""The memory of a training step: an estimate, and a lower bound; and the peak of a run on a GPU.
 
-Both count weights, gradients, the optimizer's moments, and the values that a transformer's layers
+All count weights, gradients, the optimizer's moments, and the values that a transformer's layers
 keep for the backward pass. The estimate also counts a language model's logits. The bound counts
-only values that every step has to keep if it recomputes nothing in the backward pass.
+only values that every step has to keep if it recomputes nothing in the backward pass. The peak of a
+run also counts the logits of evaluations, and the workspaces of cuBLAS.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,10 @@ _KEPT_VALUES, _MASK_BYTES = 16, 2
 # Values, per token and unit of the width, that a layer has to keep in any case: the queries, keys
 # and values, and the inputs of three matmuls. The input of the fourth, the hidden units, is added.
 _LEAST_VALUES = 6
+# cuBLAS has a workspace of 32 MiB on an H200 for each of the two streams on which steps and
+# evaluations run; older GPUs have smaller ones.
+_WORKSPACES = 2 * 2**25
+_FLOAT_BYTES = 4  # evaluations compute the loss in float32
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,32 @@ def estimated_memory(
     language model, which keeps its logits.
     """
     kept = sum(map(_width, parts.layers)) * (_KEPT_VALUES * value_bytes + _MASK_BYTES)
-    sizes = (part.shape[0] for part in parts.parts if part.role == "embedding" and part.shape)
-    vocabulary = max(sizes, default=0)
-    logits = vocabulary * value_bytes if language else 0
+    logits = _vocabulary(parts) * value_bytes if language else 0
     return StepMemory(_state(parts, _WEIGHT_BYTES, optimizer), kept + logits)
+
+
+def estimated_peak(
+    parts: Anatomy,
+    value_bytes: int,
+    language: bool,
+    tokens: float,
+    evaluated: float,
+    optimizer: OptimizerFacts,
+) -> float:
+    """Estimate the peak of the memory that torch allocates on a GPU in a run.
+
+    It is that of a step over `tokens` tokens, or of an evaluation over `evaluated` tokens at once,
+    which keeps logits, their float32 copy and their log-probabilities.
+    """
+    step = estimated_memory(parts, value_bytes, language, optimizer)
+    copies = _FLOAT_BYTES * (2 if value_bytes < _FLOAT_BYTES else 1)
+    logits = _vocabulary(parts) * (value_bytes + copies) if language else 0
+    return _WORKSPACES + max(step.of(tokens), step.state + evaluated * logits)
+
+
+def _vocabulary(parts: Anatomy) -> int:
+    sizes = (part.shape[0] for part in parts.parts if part.role == "embedding" and part.shape)
+    return max(sizes, default=0)
 
 
 def least_memory(parts: Anatomy, value_bytes: int, optimizer: OptimizerFacts) -> StepMemory:
