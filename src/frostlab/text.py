@@ -9,8 +9,8 @@ from typing import Any
 
 NONE = "–"  # text for a missing value
 _NARROWEST = 8  # the fewest characters to which a column is shortened
-_SHORTEST_NAME = 12  # the fewest characters to which names are shortened to save other columns
-_LEAST_SHARED = 4  # the fewest characters that are left out if all names begin with them
+_SHORTEST_NAME = 12  # names are cut to fewer characters only if no further column can be left out
+_LEAST_SHARED = 4  # a beginning that all names share is left out if it is at least this long
 _MARKDOWN = re.compile(  # characters with a meaning in Markdown
     r"[\\`*|$~]"
     r"|<(?=[A-Za-z/!?]|$)"  # a tag
@@ -114,9 +114,9 @@ def fitted(tables: Sequence[Rows], width: int | None, keep: int) -> tuple[Rows, 
     """Choose from tables of the same named rows, and shorten the names, to fit a width.
 
     The first row is the head, and the first cell of each other row is its name. If the first table
-    is too wide, the beginning that all names share is left out of them. Then the first of the first
-    `keep` tables that fits is chosen, or else, from the last of these on, the first in which
-    shortened names still differ.
+    is too wide, the beginning that all names share is left out of them. If one of the first `keep`
+    tables then fits, it is chosen. If none does, names are cut in the middle to fit the last of
+    these or, if they are no longer different or too short, one of the tables after it.
 
     Args:
         tables: the same rows with fewer and fewer columns.

@@ -59,15 +59,16 @@ def read_objects(
 ) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Yield the number and the values of each line of a file with one JSON object per line.
 
-    The values are None if the line is not a JSON object. Lines with a skipped beginning are left
-    out without parsing them, which takes most of the time, and so is a last line that is truncated.
+    The values are None if the line is not a JSON object. Lines that begin with one of `skipped` are
+    left out and not parsed, because parsing takes most of the time. A truncated last line is left
+    out, too.
     """
     for batch in _batches(path, skipped):
         yield from zip([number for number, _ in batch], _parsed(batch), strict=True)
 
 
 def _batches(path: Path, skipped: tuple[bytes, ...]) -> Iterator[list[tuple[int, bytes]]]:
-    """Yield the numbers and the texts of several lines at once, also those before a bad line."""
+    """Yield the numbers and texts of several lines at once; raise a bad line's error at the end."""
     batch: list[tuple[int, bytes]] = []
     size, problem = 0, None
     try:
@@ -97,7 +98,7 @@ def _parsed(batch: Sequence[tuple[int, bytes]]) -> list[dict[str, Any] | None]:
 
 
 def check_schema(values: object, known: int, where: object, advice: str = "") -> dict[str, Any]:
-    """Return the JSON object of a file of the known schema; refuse any other with one line.
+    """Return the JSON object of a file of the known schema; refuse any other in one line.
 
     `advice` ends the error about another schema.
     """

@@ -78,7 +78,7 @@ def status(
     from rich.live import Live
 
     def screenful() -> "Text":
-        # The cursor is in the last line.
+        # The last line is left for the cursor.
         return terminal_table(found, width_of(wide), height=console.height - 1)
 
     with Live(screenful(), console=console, auto_refresh=False) as screen:

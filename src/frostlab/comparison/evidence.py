@@ -267,7 +267,7 @@ class PredictionTest:
     arm_only: int  # examples that only the arm's model predicted correctly
     base_only: int  # examples that only the baseline's model predicted correctly
     neither: int  # examples that no model predicted correctly
-    p: float  # of the test that both arms are equally often right
+    p: float  # null hypothesis: both models are right equally often
 
 
 @dataclass(frozen=True)
@@ -402,7 +402,7 @@ class StepTiming:
     rounds: int  # in each round, every arm takes one block of steps
     seconds: float  # duration of the rounds and of building the arms again
     stopped_by: str  # `width` (every interval was narrow enough) or `time` (limit reached)
-    width: float  # wanted width of the ratios' 95 % intervals, as a share of the ratio
+    width: float  # target width of every ratio's 95 % interval, as a share of the ratio
     device: str  # torch's name of the device, such as cuda:0
     drift: dict[str, float | None]  # change of the baseline's time (`timing.interleave.Drift`)
     watched: MachineLoad  # during the timing

@@ -35,7 +35,7 @@ MOST_SEED = 2**32  # every seed is below this number
 MOST_LOOKS = 1000
 AFTER_THE_FACT = "runs chosen after the fact"  # remark in verdicts of a plan of finished runs
 TIME_SHARE = 0.2  # share of alpha for statements about time, if steps are timed
-_COST_ENDINGS = ("_seconds", "_ms", "_bytes")  # of quantities that are compared like perplexity
+_COST_ENDINGS = ("_seconds", "_ms", "_bytes")  # ends of names of metrics compared as ratios
 _NO_CONFOUNDS = ("about", "treatment", "seed")  # recipe keys whose differences are no confounds
 _SAME_FOR_ALL = ("data", "tokenizer")  # recipe sections that may not differ between arms
 _NOT_IN_SET = ("seed", "treatment", "scale")  # recipe keys that an arm's `set` may not change
@@ -261,7 +261,7 @@ class TimingPlan(Strict):
     """The conditions that end the timing of the arms' steps (see `timing.interleave.StopRule`)."""
 
     seconds: Annotated[float, Field(gt=0)] = 60.0  # time limit
-    width: Annotated[float, Field(gt=0, lt=1)] = 0.01  # wanted width of intervals; 0.01 is ±0.5 %
+    width: Annotated[float, Field(gt=0, lt=1)] = 0.01  # target width of every interval: ±0.5 %
 
 
 class Plan(Strict):
@@ -331,7 +331,7 @@ class Plan(Strict):
         return {}
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy, whose recipes may be others."""
+        """Return a copy without the recipes made so far, as its settings may differ."""
         copied = super().model_copy(update=update, deep=deep)
         copied.__dict__.pop("_recipes", None)
         return copied

@@ -320,7 +320,7 @@ class ComparisonFolder:
         return plan
 
     def check_inputs(self) -> None:
-        """Refuse the files that every call reads if they were changed after the last call.
+        """Refuse files that every call reads (steps.json, …) if they changed since the last call.
 
         A file that was deleted is not refused.
         """

@@ -205,10 +205,7 @@ def _worst(arms: Mapping[str, Scores], rules: Rules) -> float | None:
 
 
 def _pool(cases: Sequence["_Case"]) -> Pool | None:
-    """Pool the arms that are compared with the first statement's baseline.
-
-    Arms with fewer than `LEAST_SEEDS` pairs, or with a missing run, are left out.
-    """
+    """Pool the differences from the first baseline: of arms with enough pairs and all runs."""
     baseline = cases[0].statement.baseline if cases else ""
     same = [
         case.differences

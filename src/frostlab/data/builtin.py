@@ -147,7 +147,8 @@ def _pairs(
 
     The body belongs to the summary (label 1), to another docstring of the package (0) or, with
     three classes, to a docstring of another package, from `elsewhere` (2). Docstrings that are left
-    over are not used. If label 0 has only one summary, it gets the body of the first docstring.
+    over are not used. If label 0 has only one summary, this summary gets the body of the first
+    docstring.
     """
     share = len(docs) // kinds
     rows = [(doc.summary, doc.body, 1) for doc in docs[:share]]

@@ -493,7 +493,10 @@ def encode_labelled(
     length: int,
     writer: TokenWriter,
 ) -> _Encoded:
-    """Write the chosen rows as examples of at most `length` tokens."""
+    """Write the rows of a portion with the indices `rows` as examples of at most `length` tokens.
+
+    `numbers` holds the class of every row of the portion's split.
+    """
     chosen = np.zeros(len(portion.survey), dtype=np.bool_)
     chosen[rows] = True
     texts = (

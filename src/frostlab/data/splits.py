@@ -295,7 +295,10 @@ def _last_documents(left: Mask, share: float) -> Mask:
 
 
 def stratified_share(keys: Keys, numbers: Numbers, left: Mask, share: float, purpose: str) -> Mask:
-    """Take a share of each class, but not all texts of a class; equal texts stay together."""
+    """Take a share of each class among the rows in `left`; equal texts stay together.
+
+    At least one text of each class is not taken.
+    """
     rows = np.flatnonzero(left)
     texts, first, text_of_row, counts = np.unique(
         keys[rows], return_index=True, return_inverse=True, return_counts=True

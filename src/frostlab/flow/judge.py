@@ -44,7 +44,7 @@ class Rules:
     decayed: float = 2.0  # weight decay may explain ratios up to this multiple of lr · decay
     drowned: float = 1e-4  # if |gradient| / (|gradient| + decay·|weight|) is less, decay moved it
     slow: float = 0.01  # a ratio below this multiple of the peers' median is "slow"
-    apart: float = 1e-3  # the same limit for parts with too few peers, relative to all parts
+    apart: float = 1e-3  # like `slow`, but relative to all parts, for parts with too few peers
     vanishing: float = 1e-4  # a gradient below this multiple of the largest "vanishes"
     # A gradient of 0 is taken to be a tenth of the smallest gradient above 0. If that tenth is
     # below `underflow` × the largest gradient, the part's gradient "vanishes"; if not, something

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from frostlab.flow.judge import PartVerdict, Rules
 
 SCHEMA = 1  # version of the file that `Flow.save` writes
-# the kinds of events that tell the flow of a run
+# the kinds of events from which the flow of a run is read
 _OF_FLOW = (StartEvent, ResumeEvent, EvaluationEvent, FlowPartsEvent, FlowEvent)
 QUANTITIES = {
     "gradient": "norm of the gradient that the optimizer got, after unscaling and clipping",

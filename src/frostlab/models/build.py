@@ -548,7 +548,7 @@ def architecture_of(name: str) -> str:
 
 
 def _without_weights(config: Any) -> nn.Module:
-    """Build a model from its config alone; code that ships with it runs only if the user allows."""
+    """Build a model from its config alone, by code of the model itself if the user trusts it."""
     import transformers
 
     own = getattr(config, "auto_map", None) or {}

@@ -23,8 +23,9 @@ from frostlab.models.gpt import GPT
 
 Ended = Literal["end", "length", "positions"]
 _ROWS = 64  # the most samples that are generated at once
-_CANDIDATES = 1024  # only this many tokens are sorted, if their probabilities exceed top_p
-_MARGIN = 1e-9  # exceeds the rounding error of a sum of float64 probabilities; MPS has float32
+_CANDIDATES = 1024  # sort only this many of the most probable tokens if they sum to over top_p
+# exceeds the rounding error of a sum of probabilities in float64, but not in float32 (used on MPS)
+_MARGIN = 1e-9
 _LONGEST = 2**20  # the most tokens of a sample
 
 
@@ -55,10 +56,10 @@ class Sampling:
             )
 
     def draws(self, sample: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Return the random numbers of a prompt's sample `sample` (from 0): one per token, below 1.
+        """Return one random number per token, from 0 to below 1, for a continuation of a prompt.
 
-        They depend only on the seed and on `sample`, not on the prompt, the model, the device, or
-        the other samples.
+        `sample` is the index of the continuation. The numbers depend only on the seed and on this
+        index, not on the prompt, the model, the device, or the other samples.
         """
         return np.random.default_rng([self.seed, sample]).random(self.max_tokens)
 
@@ -205,8 +206,8 @@ def _batches(
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yield batches of at most `_ROWS` samples: indices of prompts, and which samples of each.
 
-    ([4, 7], [0, 1]) is the first two samples of prompt 4 and of prompt 7. Unless `mixed`, the
-    prompts of a batch have the same length, because not every Hugging Face model gives the same
+    ([4, 7], [0, 1]) stands for the first two samples of prompt 4 and of prompt 7. Unless `mixed`,
+    the prompts of a batch have the same length, because not every Hugging Face model gives the same
     logits for a padded row.
     """
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])

@@ -257,6 +257,6 @@ class Evaluate(Strict):
     # value of the metric; the result records the steps and seconds until it was reached
     target: float | None = None
     # number of the longest examples that make a batch; batches of shorter examples have about as
-    # many tokens, so more examples. null: train.batch / train.accumulate, which a classifier
-    # multiplies by the number of layers with trainable weights
+    # many tokens, so more examples. null: train.batch / train.accumulate, multiplied for a
+    # classifier by the number of layers with trainable weights
     batch: Positive | None = None

@@ -1,4 +1,4 @@
-"""Run folders: `RunFolder` writes one, `RunRecord` and the readers of events read it, typed.
+"""Run folders: `RunFolder` writes one; `RunRecord` and functions for events read it, typed.
 
 Only one process at a time can open a `RunFolder`. A `RunFolder` appends events, and writes other
 files atomically, so that they are complete or absent.
@@ -216,10 +216,11 @@ def _open_events(path: Path) -> TextIO:
 def read_events(
     path: Path, *kinds: type[_Kind], damaged: list[str] | None = None
 ) -> Iterator[_Kind]:
-    """Yield the events of some kinds (by default all) as they stand; see also `effective`.
+    """Yield the events of some kinds (by default all), including repeated ones; see `effective`.
 
-    The last line is left out if it is truncated. An event that does not fit is an error; with
-    `damaged`, it is left out, and the reason is added to this list.
+    A line that is no JSON object is left out, as is a truncated last line. An event with wrong keys
+    or values is an error. With `damaged`, such an event is left out, too, and for each line that
+    is left out, except a truncated last one, the reason is added to this list.
     """
 
     def refuse(error: BadInput) -> None:
@@ -249,13 +250,14 @@ def read_events(
 
 @cache
 def _other_kinds(kinds: tuple[type[Event], ...]) -> tuple[bytes, ...]:
-    """Return how the lines of all other kinds begin; if `kinds` is empty, there are none."""
+    """Return how lines of all other kinds begin; empty `kinds` stands for all, so none is other."""
     others = [name for name, kind in EVENTS.items() if kinds and not issubclass(kind, kinds)]
     return tuple(f'{{"kind": "{name}"'.encode() for name in others)
 
 
-# Events that a resumed run repeated: those after the checkpoint that it resumed from. Starts,
-# resumes and notes stay; the end and the report of the earlier attempt are dropped.
+# A resumed run repeats the events after the checkpoint that it resumed from, so the functions below
+# drop the old ones. Start, resume and note events are always kept. An end event and the evaluation
+# for the report are dropped if the run was resumed after them.
 
 
 def effective(events: Iterable[Event]) -> list[Event]:
@@ -298,12 +300,13 @@ class LatestEvents:
 
 
 def effective_values(path: Path, *kinds: type[Event]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the line and the values of events of some kinds that no resumed run repeated.
+    """Yield the line number and values of events of some kinds that no resumed run repeated.
 
-    This is for pages with a million events: the values are not checked, which would take longer
-    than all the rest, except for `step`; and only a few lines are in memory at once.
+    This is for pages with a million events: only the value of `step` is checked, because checking
+    all would take longer than all the rest; and only a few lines are in memory at once.
     """
-    resumes: list[tuple[int, int]] = []  # the last first: line, and least step from there on
+    # the last resume first: line number, and the least step of this and all later resumes
+    resumes: list[tuple[int, int]] = []
     for line, values in reversed(list(_steps(path, (ResumeEvent,)))):
         later = [step for _, step in resumes[-1:]]
         resumes.append((line, min([values["step"], *later])))
@@ -316,7 +319,7 @@ def effective_values(path: Path, *kinds: type[Event]) -> Iterator[tuple[int, dic
 
 
 def _steps(path: Path, kinds: tuple[type[Event], ...]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the line and the values of the events of some kinds, checked only for `step`."""
+    """Yield the line number and values of events of some kinds; check only the value of `step`."""
     names = {name for name, kind in EVENTS.items() if issubclass(kind, kinds)}
     for line, values in read_objects(path, _other_kinds(kinds)):
         if values is not None and values.get("kind") in names:
@@ -331,7 +334,7 @@ def _least_resume_of(event: Event) -> float:
 
 
 def _least_resume(kind: str, step: int, checkpoint: object) -> float:
-    """Return the first step such that a resume there does not make an event invalid."""
+    """Return the least step at which a resume does not drop an event."""
     if kind in (StartEvent.kind, ResumeEvent.kind, NoteEvent.kind):
         return -_INFINITE
     if kind in (StageEvent.kind, FlowPartsEvent.kind):  # a resume at this step repeats them
@@ -487,7 +490,7 @@ class RunRecord:
 
     @property
     def status(self) -> Ending:
-        """finished, stopped, failed or diverged."""
+        """How the run ended: finished, stopped, failed or diverged."""
         return self.result.status
 
     @property
@@ -500,7 +503,7 @@ class RunRecord:
 
     @cached_property
     def metrics(self) -> dict[str, float | None]:
-        """The reported metrics of the last layer; None if a metric is not finite."""
+        """The reported metrics, without those of single layers; None if a metric is not finite."""
         report = self.result.report or {}
         return {name: value for name, value in report.items() if not isinstance(value, dict)}
 
@@ -563,7 +566,10 @@ class RunRecord:
         return predictions
 
     def envelope_scores(self) -> tuple["Scores", dict[str, float]]:
-        """Read the scores of an EEG run by split and decoder, and by split a bound on any r."""
+        """Return the scores of an EEG run by split and decoder, and an upper bound by split.
+
+        No decoder can have a correlation r above the bound; a split without a bound is left out.
+        """
         from frostlab.envelopes.scores_json import read_scores  # imports scipy
 
         return read_scores(self.folder, self.result.scores)

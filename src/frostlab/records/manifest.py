@@ -23,7 +23,7 @@ QUEUE = "queue"  # a comparison's folder for the output of its runs and Slurm's 
 _LOCKS = ("run.lock", "compare.lock")
 _CHANGING = (".index.json", "annotations.json")  # a listing's index; users' notes and tags
 # `frostlab exits`, `diagnose` and `envelopes` add the first four to a finished run; `report` adds
-# the others to a run, a comparison or a group. The queue's files may change after the last run.
+# the next six to a run, a comparison or a group. The queue's files may change after the last run.
 _ADDED = (
     "exits.json", "targets.json", "flow", "envelopes",
     "report.html", "report.md", "report.json", "means.json", "figures", "tables", QUEUE,

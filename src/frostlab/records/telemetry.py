@@ -255,7 +255,7 @@ class Telemetry:
             self._last_error = f"{name}: {reason}"
 
 
-_BUSY = 0.25  # cores that other processes may keep busy without a note, on any machine
+_BUSY = 0.25  # number of cores that other processes may keep busy without a note
 
 
 @dataclass(frozen=True)

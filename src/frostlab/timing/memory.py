@@ -1,6 +1,6 @@
 """The memory of a training step: an estimate, and a lower bound; and the peak of a run on a GPU.
 
-All count weights, gradients, the optimizer's moments, and the values that a transformer's layers
+Each counts weights, gradients, the optimizer's moments, and the values that a transformer's layers
 keep for the backward pass. The estimate also counts a language model's logits. The bound counts
 only values that every step has to keep if it recomputes nothing in the backward pass. The peak of a
 run also counts the logits of evaluations, and the workspaces of cuBLAS.
@@ -65,8 +65,9 @@ def estimated_peak(
 ) -> float:
     """Estimate the peak of the memory that torch allocates on a GPU in a run.
 
-    It is that of a step over `tokens` tokens, or of an evaluation over `evaluated` tokens at once,
-    which keeps logits, their float32 copy and their log-probabilities.
+    It is the peak of a training step over `tokens` tokens or, if larger, of an evaluation over
+    `evaluated` tokens at once. A language model's evaluation keeps logits, their log-probabilities
+    and, if the logits are not float32, a copy of them that is.
     """
     step = estimated_memory(parts, value_bytes, language, optimizer)
     copies = _FLOAT_BYTES * (2 if value_bytes < _FLOAT_BYTES else 1)

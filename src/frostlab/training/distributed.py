@@ -146,9 +146,10 @@ def wrap_model(
 class GradientSum:
     """Sums gradients over all processes, in one all-reduce of one flat buffer.
 
-    A CUDA graph can record it between backward and clipping, which DDP's hooks make difficult. The
-    buffer is float32, or float64 for float64 weights, so bf16 gradients are not summed in bf16.
-    Gradients of one dtype lie side by side in it: a few kernels copy them, not one for each tensor.
+    A CUDA graph can record this all-reduce between backward and clipping; DDP's hooks, which sum
+    gradients during backward, are difficult to record. The buffer is float32, or float64 for
+    float64 weights, so bf16 gradients are not summed in bf16. Gradients of one dtype lie side by
+    side in the buffer, so that a few kernels copy all tensors.
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], world: World) -> None:

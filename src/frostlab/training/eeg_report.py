@@ -35,7 +35,10 @@ Scores = dict[str, EnvelopeScores]  # scores by split
 
 
 def baseline_scores(signals: Signals) -> Scores:
-    """Return the scores by split of the linear baseline, a ridge decoder; they are cached."""
+    """Return the linear baseline's scores for each split; the baseline is a ridge decoder.
+
+    The scores are cached.
+    """
 
     def build(folder: Path) -> None:
         ridge = fit_ridge(signals.splits["train"].recordings, signals.rate)
@@ -65,7 +68,7 @@ def reported(signals: Signals) -> tuple[str, ...]:
 def measure_recordings(
     context: RunContext, signals: Signals, window_metrics: dict[str, float]
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Score whole recordings of every reported split; return metrics and a summary.
+    """Score whole recordings of every reported split; return metrics and result.json's `scores`.
 
     The decoded envelopes, the heard envelopes and the scores are written to decoded.npz,
     heard.npz and scores.json. `window_metrics` holds the loss and the mean Pearson's r of single
@@ -138,7 +141,7 @@ def decode(
 ) -> dict[str, NDArray[np.float64]]:
     """Decode windows that overlap by half; return the envelope of each recording, by name.
 
-    The objective stays in evaluation mode.
+    Afterwards, the objective is still in evaluation mode.
     """
     device, world = compute.device, compute.world
     examples, half = WindowExamples(windows), max(1, windows.length // 2)

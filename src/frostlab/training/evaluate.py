@@ -36,8 +36,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return every metric of the task over a split, or over its first batches if `most` is given.
 
-    If a batch does not fit into a GPU's memory, which the graphs of captured steps occupy too, all
-    examples are evaluated again in smaller batches, unless there are several processes.
+    If a batch does not fit into a GPU's memory, of which graphs of captured steps may occupy a
+    part, all examples are evaluated again in smaller batches; with several processes, the error is
+    raised.
 
     Args:
         batch: how many of the longest examples fill a batch.
@@ -50,7 +51,7 @@ def evaluate(
     try:
         return _evaluate(task, objective, prepared, split, batch, compute, classes, layers, most)
     except torch.OutOfMemoryError:
-        if compute.world.size > 1 or batch == 1:  # other processes would not begin again
+        if compute.world.size > 1 or batch == 1:  # other processes would not start again
             raise
     release_cached_memory()
     return evaluate(

@@ -56,8 +56,8 @@ from frostlab.training.treatment import count_parameters
 # Fewest steps between two evaluations that write histograms; at a stage's last step, histograms
 # are always written.
 _HISTOGRAM_STEPS = 100
-# Seconds between two attempts to take a turn, the permission to take steps, which a run needs if a
-# queue lets more runs share a device than train at once.
+# Seconds between two attempts to take a turn. A turn is the permission to take steps, which a run
+# needs if its queue has more runs on a device than may train at once.
 _TURN_SECONDS = 0.02
 
 
@@ -104,8 +104,8 @@ def _train_stage(
 ) -> EagerStep:
     """Train a stage to its end or to early stopping; return its step object.
 
-    `state` holds the optimizer's tensors to start from; it may be empty. Before its first step,
-    a run waits for a turn.
+    `state` holds the optimizer's tensors to start from; it may be empty. Before the first step, the
+    run waits for a turn.
     """
     recipe, compute, world = context.recipe, context.compute, context.world
     arguments = (context.current, recipe, context.prepared, context.task, compute)
@@ -121,7 +121,7 @@ def _train_stage(
     with clock.setup():
         watches_inside = recipe.watch is not None and recipe.watch.inside
         step_once = make_step(*arguments, feed, watches_inside=watches_inside)
-        if state:  # at the beginning of a stage, new parameters have no state yet
+        if state:  # at a stage's beginning, weights that begin to learn have no state (`partly`)
             restore_optimizer(context.model, step_once.optimizer, state,
                               partly=not progress.stage_step)  # fmt: skip
         epoch, index = divmod(progress.stage_step, per_epoch)
@@ -207,7 +207,7 @@ def _train_stage(
 
 
 def _wait_for_turn(context: RunContext, turn: Turn) -> None:
-    """Wait until fewer other runs of the queue train; raise `Stopped` if asked to stop."""
+    """Wait until another run of the queue releases its turn; raise `Stopped` if asked to stop."""
     while not turn.take():
         if context.asked_to_stop():
             raise Stopped
@@ -261,7 +261,7 @@ def _write_histograms(
 
 
 def _select(context: RunContext, progress: Progress, clock: Stopwatch) -> bool:
-    """Evaluate the model to select the best weights; return whether it is the stage's best so far.
+    """Evaluate the weights; return whether they are the stage's best so far.
 
     Also verify that frozen weights have not changed.
     """
@@ -339,7 +339,8 @@ def _save_checkpoint(
 ) -> None:
     """Take a checkpoint with the optimizer's state; a thread writes it while training goes on.
 
-    The thread then removes the checkpoints that the new one replaces.
+    The thread then removes the checkpoints that the new one replaces. Between two stages,
+    `optimizer` is the state that the next stage keeps.
     """
     with clock.phase("checkpoint", device=True):
         context.writer.wait()

@@ -20,7 +20,7 @@ from frostlab.text import hms, plain, short
 
 _READ_SECONDS = 0.4  # read the loss this often, even if the bar is drawn less often
 _LABEL = 24  # longest name of a run, in characters, so that a bar fits 80 columns
-_SHOWN_LINES = 20  # lines that a notebook shows above the bar; earlier ones are counted
+_SHOWN_LINES = 20  # lines that a notebook shows above the bar; it only counts earlier lines
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,9 @@ class Display:
     def advance(self, step: int, loss: Callable[[], float | None]) -> None:
         """Note a step; redraw the bar as often as the screen allows.
 
-        On a GPU, `loss` starts a copy and returns the value that the call before has copied. So it
-        is called more often than lines are printed; else a line would show an old loss.
+        On a GPU, `loss` starts to copy the loss, and returns the value that the previous call
+        copied. This function therefore calls `loss` more often than the screen prints lines, so
+        that no line shows an old loss.
         """
         self._step, self._read_loss, now = step, loss, time.monotonic()
         if now < self._next_reading:

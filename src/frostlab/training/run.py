@@ -375,7 +375,7 @@ def _train_and_report(
 ) -> None:
     """Train, then evaluate on the `report` split; write `result.json` even if an error occurs.
 
-    `meter` started to measure the device's memory before the model was built.
+    `meter` has measured the device's memory since before the model was moved to the device.
     """
     progress = Progress(Best(context.recipe.metric))
     if resumed is not None:

@@ -1,8 +1,8 @@
-"""Texts that a language model generates at the end of its run, for a reader of its report.
+"""Texts that a language model generates at the end of its run, written to samples.json.
 
-The best weights begin a new text and continue the first texts of the report split, with a fixed
-seed: `frostlab generate` with the same prompts and settings gives the same texts. The random
-numbers come from a generator of their own, so torch's random state stays as it was.
+With its best weights, the model begins a new text and continues the first texts of the `report`
+split. The seed is fixed, so `frostlab generate` with the same prompts and settings gives the same
+texts. The random numbers come from a generator of their own, so torch's random state is unchanged.
 """
 
 import json
@@ -30,8 +30,8 @@ _SAMPLING = Sampling(max_tokens=48)
 _PROMPTS = 2  # texts that are continued
 _PROMPT = 8  # most tokens of a prompt
 _SEARCHED = 20_000  # tokens of the report split in which the beginnings of texts are searched
-# If there are too few texts, the beginnings of examples, which may lie inside a text, are prompts;
-# only this many examples are tried.
+# If there are too few texts, the beginnings of examples, which may lie inside a text, are used as
+# prompts; only this many examples are tried.
 _EXAMPLES = 100
 
 
@@ -43,9 +43,9 @@ def write_samples(context: RunContext, progress: Progress) -> None:
     prepared = context.prepared
     if context.folder is None or prepared.task != "language":
         return
-    if as_token_data(prepared).tokenizer is None:  # generated tokens have no text
+    if as_token_data(prepared).tokenizer is None:  # without one, generated tokens have no text
         return
-    if _is_sharded(context.model):  # its weights are read from a checkpoint: wait for it
+    if _is_sharded(context.model):  # `_generate` reads a checkpoint, which must be written first
         context.writer.wait()
     try:
         samples = _generate(context, progress)
@@ -98,7 +98,10 @@ def _whole_model(context: RunContext, progress: Progress) -> nn.Module:
 
 
 def _beginnings(split: Tokens, end: int, tokenizer: Any, most: int) -> Iterator[str]:
-    """Yield beginnings of texts, then of examples: at most `most` tokens and half of the text."""
+    """Yield the beginnings of texts, then of examples.
+
+    A beginning has at most `most` tokens, and at most half of what is left of its text.
+    """
     ids = split.ids[:_SEARCHED].tolist()
     ends = [place for place, token in enumerate(ids) if token == end] + [len(ids)]
     seen = {""}

@@ -134,7 +134,7 @@ def modes_of(recipe: Recipe, device: torch.device) -> Iterator[None]:
 
 
 def _set_autocast(enabled: dict[str, bool], deeper: int) -> None:
-    """Switch autocast on or off by device, empty its cache, and nest it `deeper` levels deeper."""
+    """Set autocast for each device, empty its cache, and add `deeper` levels of nesting."""
     torch.clear_autocast_cache()
     for kind, value in enabled.items():
         torch.set_autocast_enabled(kind, value)
@@ -216,7 +216,7 @@ def make_feed(
         longest = recipe.data.length + (recipe.data.task == "language")
         examples = replace(examples, width=fixed_width(train, longest))
     feed = Feed(examples, train, recipe.seed, compute, current.objective.prefix)
-    # the largest tensor is the same in arms with and without adapters, so they have equal widths
+    # adapters do not change the largest tensor, so arms with and without them get equal widths
     largest = max(p.numel() for block in blocks(model) or [model] for p in block.parameters())
     feed.use_few_widths(current.stage.steps, _WIDTH_WORK / largest)
     return feed
@@ -357,7 +357,7 @@ class FirstStage:
 
     stages: tuple[Stage, ...]
     built: BuiltModel
-    digests: dict[str, Any]  # contents of digests.json, without frozen weights
+    digests: dict[str, Any]  # contents of digests.json, without the digests of frozen weights
     config: str | None  # a Hugging Face model's config.json; None for frostlab's own models
 
 
@@ -536,7 +536,7 @@ def best_model(record: RunRecord) -> nn.Module:
     refused. For a run that has not finished, a warning names the step of the weights: the best of
     the current stage so far, or the newest if the stage has not been evaluated yet.
     """
-    recipe, _ = record.recipe, record.start  # a start event of another schema is refused
+    recipe, _ = record.recipe, record.start  # `start` refuses a record of another schema
     checkpoint, is_best = _best_saved(record)
     stages = stages_of(recipe, record.data.splits["train"].examples)[: checkpoint.stage + 1]
     with default_modes(torch.device("cpu")), torch.random.fork_rng(devices=[]):

@@ -141,7 +141,7 @@ def _stage(recipe: Recipe, name: str, settings: StageSettings, examples: int) ->
 
 
 # Slot → optimizer state. A slot is a parameter of the unmodified model, which freezing may split
-# into several parameters; the list has the rows and the state tensors of each trained one.
+# into several parameters. The list has the rows and state tensors of those that were trained.
 StateBySlot = dict[str, list[tuple[Rows, dict[str, Tensor]]]]
 
 
@@ -164,7 +164,7 @@ def enter_stage(
     """Add a stage's layers and set which weights learn.
 
     `last` is the result of entering the previous stage. The seed of new layers depends on the
-    run's seed and on the stage. A recipe without stages changes nothing.
+    run's seed and on the stage. If the recipe has no stages, the model is left as it is.
     """
     if not recipe.stages:
         return last
@@ -182,7 +182,7 @@ def enter_stage(
 
 
 def _grow(model: nn.Module, recipe: Recipe, stage: Stage, index: int) -> Entered:
-    """Add the stage's layers to the model and pair the old tensors with their new names."""
+    """Add the stage's layers to the model; record the names that the other tensors had before."""
     add = stage.add
     assert add is not None
     try:

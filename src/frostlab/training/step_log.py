@@ -59,7 +59,7 @@ class Entry:
 class StepLog:
     """A log that writes steps in blocks, and raises `Diverged` for a gradient that is not finite.
 
-    On the CPU it raises at once, elsewhere when it writes the step's block.
+    On the CPU, `Diverged` is raised at once; on other devices, when the step's block is written.
     """
 
     def __init__(

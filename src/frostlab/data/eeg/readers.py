@@ -46,7 +46,7 @@ class Source:
 
     heading: Heading
     files: tuple[Path, ...]
-    read: Callable[[], tuple[Recording, tuple[str, ...]]]  # recording, channel names
+    read: Callable[[], tuple[Recording, tuple[str, ...]]]  # returns recording, channel names
 
 
 def find_folder(path: str, data_dir: Path | None) -> Path:

@@ -68,7 +68,7 @@ def activate(x: Tensor, tanh: bool) -> Tensor:
 def differentiate(
     upstream: Tensor, x: Tensor, tanh: bool, bias_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Run the backward kernels; return the gradients of x and of the bias (their sum over rows)."""
+    """Run the backward kernels; return the gradient of x and, summed over rows, of the bias."""
     from frostlab.models.fused import gelu_kernels
 
     return gelu_kernels.differentiate(upstream.contiguous(), x.contiguous(), tanh, bias_dtype)

@@ -41,8 +41,7 @@ def add_and_norm(
 def keep_and_norm(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Return x, and x normalised.
 
-    If the caller goes on with the returned x, one backward kernel adds the gradients of both
-    results.
+    If the caller goes on with the returned x, one backward kernel adds both gradients.
     """
     if not has_kernel(x, norm):
         return x, norm(x)
@@ -100,7 +99,7 @@ def residual_norm(
     exact: bool,
     low: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return the sum x + dropout(branch), and the sum normalised: in float32, in autocast's dtype.
+    """Return x + dropout(branch), and this sum normalised, in float32 and in autocast's dtype.
 
     Without a branch, the sum is x. Use the returned sum from then on, not x, because one kernel
     adds the gradients of all results. `keeps`, `exact` and `low` say which of the three results, in

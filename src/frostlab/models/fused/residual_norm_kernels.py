@@ -26,7 +26,10 @@ def _forward(
     width: tl.constexpr, adds: tl.constexpr, keeps: tl.constexpr, shifts: tl.constexpr,
     writes_exact: tl.constexpr, writes_low: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Normalise a row of x, or of x + branch; write it, with its mean and inverse deviation."""
+    """Normalise a row of x or x + branch; write the result, and the row's mean and scale.
+
+    The scale is 1 / standard deviation.
+    """
     row = tl.program_id(0)
     column = tl.arange(0, block)
     inside = column < width
@@ -123,7 +126,7 @@ def normalise(
     """Normalise contiguous rows of x, or of x + branch.
 
     Return the sum (empty unless `keeps`), the normalised rows in float32 (empty unless `exact`) and
-    in the dtype `low` (empty if None), and the mean and the inverse deviation of each row.
+    in the dtype `low` (empty if None), and each row's mean and scale (1 / standard deviation).
     """
     width = x.shape[-1]
     count = x.numel() // width

@@ -141,7 +141,7 @@ def _names(members: Sequence[Member]) -> str:
 
 
 def _verdicts(several: Several) -> list[Block]:
-    """Return a table of comparisons × arms or, if that is too wide or empty, a row per effect."""
+    """Return a table of comparisons × arms or, if too wide or too empty, with a row per effect."""
     effects = sum(len(evidence.verdicts) for _, evidence in several.finished)
     dense = is_dense(effects, len(several.finished), len(several.arms))
     rows: list[Row] = []

@@ -49,7 +49,7 @@ def evaluation_order(lengths: NDArray[np.int64], batch: int) -> Order:
 
 
 def full_batches(lengths: NDArray[np.int64], batch: int, limit: int | None = None) -> Order:
-    """Return batches of all examples, longest first, with about as many tokens as the first batch.
+    """Return batches of all examples, longest first, none with more tokens than the first batch.
 
     The first batch has the `batch` longest examples; batches of shorter examples have more. The
     tokens include padding; with `limit`, batches are padded to `padded_width(longest, limit)`.
@@ -87,14 +87,19 @@ def row_lengths(tokens: Tokens, rows: Rows | slice = slice(None)) -> NDArray[np.
 
 
 def padding_limit(tokens: Tokens, device: torch.device) -> int | None:
-    """Return the `limit` of `collate`: the longest example's length on CUDA, else None."""
+    """Return the `limit` for `collate`.
+
+    On CUDA, this is the longest example's length, so that batches have few different widths; on
+    other devices it is None, and each batch is padded to its own longest example.
+    """
     return int(tokens.lengths.max()) if prepares_kernels(device) else None
 
 
 def order_digest(before: str, rows: Rows) -> str:
-    """Return the digest of all steps so far, from the digest `before` a step and the step's rows.
+    """Return a digest of the examples of all steps up to this one, in order.
 
-    `rows` has the rows of all processes, so the digest does not depend on how they share a batch.
+    `before` is the digest up to the previous step. `rows` has this step's examples in all
+    processes, so the digest does not depend on how the processes share a batch.
     """
     digest = hashlib.sha256(before.encode())
     digest.update(np.ascontiguousarray(rows, dtype="<i8").data)
@@ -142,7 +147,7 @@ class Batch:
         return [*self.inputs.values(), self.targets, *packed]
 
     def with_tensors(self, tensors: list[Tensor]) -> "Batch":
-        """Return the batch with other tensors, in the order of `tensors`."""
+        """Return a copy of the batch with new tensors, given in the order of `self.tensors()`."""
         inputs = dict(zip(self.inputs, tensors, strict=False))
         targets, *packed = tensors[len(inputs) :]
         packing = self.packing
@@ -183,7 +188,7 @@ def collate(
     rows = rows if has_rows else np.zeros(1, np.int64)
     language = tokens.labels is None
     starts, lengths = tokens.starts[rows], tokens.stops[rows] - tokens.starts[rows]
-    # a language model does not read the last token, and it needs at least one to read
+    # a language model reads all tokens but the last, and must read at least one
     longest = max(int(lengths.max()), 2 if language else 1)
     if width is None:
         width = longest if limit is None else padded_width(longest, limit)
@@ -246,7 +251,8 @@ class TokenExamples:
     types: bool = False  # whether to add token types
     limit: int | None = None  # see `collate`
     width: int | None = None  # see `collate`
-    # widths to pad to if `width` is None; a batch that fits none of them is padded as by `limit`
+    # if `width` is None, a batch is padded to the smallest of these widths that holds it; if none
+    # does, `limit` decides
     widths: tuple[int, ...] = ()
 
     def __len__(self) -> int:

@@ -34,7 +34,7 @@ def packs_examples(train: Train) -> bool:
 
 
 def fixed_width(train: Train, longest: int) -> int | None:
-    """Return the width of all batches, that of the longest example; None if widths differ."""
+    """Return `longest`, the longest example's width, if all batches have it; None if not."""
     return longest if train.batching == "fixed" else None
 
 
@@ -53,16 +53,16 @@ class Feed:
         self._world = compute.world
         self.packs = train.batching == "packed" or prefix is not None
         self.shapes = None
-        if self.packs and prepares_kernels(compute.device):  # use few shapes: each needs kernels
+        if self.packs and prepares_kernels(compute.device):  # use few shapes: a new one is slow
             parts = [part for rows in self.order(0) for part in self._micro_batches(rows)]
             self.shapes = shapes_for(self._text.tokens, parts)
 
     def use_few_widths(self, steps: int, cost: float) -> None:
         """Pad batches to fewer widths if that saves time, because the first use of a width is slow.
 
-        The first use takes as long as training on `cost` tokens, padding included. The widths are
-        chosen so that `steps` steps take the least time, first uses included, if every epoch has
-        batches like those of the first epoch.
+        The first use of a width takes as long as training on `cost` tokens, padding included. The
+        widths are chosen so that a stage of `steps` steps takes the least time, first uses
+        included. This assumes that the batches of every epoch are like those of the first epoch.
         """
         examples = self.examples
         if self.packs or not isinstance(examples, TokenExamples) or examples.limit is None:
@@ -90,7 +90,7 @@ class Feed:
     def one_shape(self) -> bool:
         """Return whether the micro-batches of all steps and processes have the same shape.
 
-        The batch is a multiple of processes × micro-batches, so a full batch is divided evenly.
+        `train.batch` is a multiple of processes × micro-batches, so full batches divide evenly.
         """
         fixed = not isinstance(self.examples, TokenExamples) or self.examples.width is not None
         return (

@@ -98,11 +98,12 @@ def pack(
         width = max(total, 1) if shapes is None else shapes.width(total)
     examples = max(len(rows), 1) if shapes is None else shapes.examples
     longest = int(lengths.max(initial=1))
-    if shapes is not None:  # double it until it covers the padding, so that few values occur
+    # attention treats the padding as one more sequence, so `longest` must cover the padding, too
+    if shapes is not None:  # double `longest`, so that few different values occur
         longest = shapes.longest
         while longest < width - total:
             longest *= 2
-    longest = max(longest, width - total)  # attention treats the padding as a sequence too
+    longest = max(longest, width - total)
 
     owner = np.repeat(np.arange(len(rows)), lengths)  # the example of each real token
     place = np.arange(total) - np.repeat(ends - lengths, lengths)  # its position in the example

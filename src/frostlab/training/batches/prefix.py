@@ -94,7 +94,7 @@ def check_prefix(
 
 
 def _two_passes(model: nn.Module, tokens: Tokens, pad: int, depth: int) -> list[Tensor]:
-    """Compute the same examples twice in training mode; the outputs differ if dropout is on."""
+    """Run the same examples twice in training mode; dropout makes the two outputs differ."""
     training, passes = model.training, []
     model.train()
     rows = np.argsort(tokens.lengths, kind="stable")[:2]  # the two shortest examples
@@ -109,7 +109,7 @@ def _two_passes(model: nn.Module, tokens: Tokens, pad: int, depth: int) -> list[
 def _compute(
     model: nn.Module, tokens: Tokens, rows: NDArray[np.int64], pad: int, depth: int, types: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs for some examples, one per token, and their indices in the table."""
+    """Run the first `depth` layers; return an output for each token, and its row in the table."""
     stack = take_apart(model)
     assert stack is not None
     batch = pack(tokens, rows, pad, types=types, cached_starts=starts_of(tokens))

@@ -6,8 +6,9 @@ A graph reads the batch, the learning rate and the number of scored targets from
 which a single copy fills, and writes the three values of the step's `Outcome`. Dropout masks still
 differ from step to step, because a replay reads the current state of the random generator.
 
-With several processes, a graph also records the all-reduce of gradients (`GradientSum`). NCCL asks
-that all processes record and replay it at the same steps, so their batches must have one shape.
+With several processes, a graph also records the all-reduce of gradients (`GradientSum`). With NCCL,
+all processes must record and replay this all-reduce at the same steps, so their batches must all
+have one shape.
 """
 
 import weakref
@@ -28,7 +29,7 @@ from frostlab.training.step.eager import Outcome
 
 _ALIGNED = 16  # bytes; alignment of each tensor in the input buffer
 _AHEAD = 8  # steps whose inputs may be in transit to the device at once
-_MAX_GRAPHS = 64  # the most graphs of measured steps, and of all others: each takes memory
+_MAX_GRAPHS = 64  # the most graphs of measured steps, and of other steps; a graph takes memory
 # A function that records the kernels of another function, and returns a function to replay them.
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 
@@ -114,7 +115,7 @@ class CapturedStep(CompiledStep):
         fill_tables: Callable[[], list[Tensor]]
         fill_tables = getattr(self.optimizer, "fill_address_tables", list)
         if self.flow is not None and measured:
-            self.flow.refresh()  # before recording: its tensors must lie outside the graph
+            self.flow.refresh()  # may allocate tensors, which must not belong to the graph
         graph, problem = None, "another process failed"
         try:
             replay = self._record(step)
@@ -131,7 +132,7 @@ class CapturedStep(CompiledStep):
         return graph
 
     def _give_up(self, problem: str, measured: bool) -> None:
-        """Stop capturing: only measured steps if a measured step failed, otherwise all steps."""
+        """Stop capturing measured steps if a measured step failed, else stop capturing any step."""
         if measured:
             self._captures_measured = False
             self.reason = f"measured steps run without a graph: {problem}"
@@ -142,8 +143,8 @@ class CapturedStep(CompiledStep):
     def _before_step(self, clip_factor: Tensor) -> None:
         """Measure gradient flow before the update, if this step is measured.
 
-        While a graph is recorded, only the flow's `Probe` is called, which measures: `__call__`
-        counts the steps that are replayed.
+        While a graph is recorded, this calls only the flow's `Probe`, which measures. The step is
+        not counted, because `__call__` counts it each time the graph is replayed.
         """
         if self._recording is None:
             super()._before_step(clip_factor)
@@ -157,7 +158,7 @@ class CapturedStep(CompiledStep):
             self.flow.probe.after_step()
 
     def close(self) -> None:
-        """Free the graphs: NCCL waits for those with an all-reduce before it ends its group."""
+        """Free the graphs: NCCL ends its group only when those with an all-reduce are freed."""
         self._graphs, self._seen_shapes = {}, set()
         if isinstance(self._record, _Recorder):
             self._record.free()

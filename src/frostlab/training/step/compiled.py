@@ -69,7 +69,8 @@ class CompiledStep(EagerStep):
     def _try_compiling(self, parts: list[Batch], scored: int | Tensor) -> None:
         """Compile for a new shape in a dry run, and fall back to eager layers if that fails.
 
-        With several processes the dry run is local: each meets new shapes at its own steps.
+        The dry run leaves out DDP, which waits for all processes, because each process meets new
+        shapes at its own steps.
         """
         shape = shape_key(parts)
         if not self.compiles or shape in self._tried_shapes:
@@ -199,7 +200,7 @@ def join_linears(graph: Graph) -> None:
     """Join linear maps of the same input into one product; only trainable rows get a gradient."""
     by_input: dict[Any, list[_Linear]] = defaultdict(list)
     for node in list(graph.nodes):
-        if writes_in_place(node):  # it may change an input, so do not join across it
+        if writes_in_place(node):  # may change an input, so maps before and after it stay apart
             _join_groups(graph, by_input.values())
             by_input.clear()
         linear = _as_linear(node)

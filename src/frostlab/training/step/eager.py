@@ -92,7 +92,7 @@ class EagerStep:
         # the objective without DDP: its gradients are not averaged over processes
         self.local_objective = objective.module if isinstance(objective, DDP) else objective
         self.clip, self.reason, self.copies = clip, reason, copies
-        # sums gradients over all processes; None: DDP or FSDP does, or there is only one process
+        # sums gradients over processes; None: DDP or FSDP does so, or there is only one process
         self.gradient_sum = gradient_sum
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.reached = self.parameters  # parameters that got a gradient in the last step
@@ -139,8 +139,8 @@ class EagerStep:
     def dry_run(self, parts: list[Batch], scored: int | Tensor, local: bool = False) -> None:
         """Compute gradients and keep them, but restore random generators and buffers.
 
-        With `local`, DDP is left out, so that processes need not do this at the same step.
-        The caller sums the gradients over processes, if it needs the sum.
+        With `local`, DDP is left out, so that processes need not call this at the same step.
+        Without DDP or FSDP, the gradients are those of this process alone.
         """
         with torch.random.fork_rng(forked_devices(self.device)), preserve_buffers(self.objective):
             self.gradients(parts, scored, local)

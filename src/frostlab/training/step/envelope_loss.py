@@ -90,8 +90,9 @@ def pearson(prediction: Tensor, target: Tensor) -> Tensor:
 def _centred(x: Tensor) -> tuple[Tensor, Tensor]:
     """Centre a signal and scale its largest value to 1; also return whether it was constant.
 
-    r does not depend on the scale, so treating the scale as a constant keeps the gradient correct.
-    Scaling keeps squares from underflow and overflow. A constant signal becomes zeros.
+    Scaling keeps squares from underflow and overflow. Pearson's r does not depend on the factor, so
+    its gradient is correct although the factor is treated as a constant. A constant signal becomes
+    zeros.
     """
     with torch.no_grad():
         noise = (_FLAT * torch.finfo(x.dtype).eps * x.abs().amax(-1, keepdim=True)).clamp(min=_TINY)

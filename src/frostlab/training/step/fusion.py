@@ -27,7 +27,7 @@ class _Norm:
     node: Node
     x: Node  # the residual stream; without a sum, the norm's input
     weight: Node
-    shift: Node | None
+    shift: Node | None  # the norm's bias
     eps: float
     total: Node | None = None  # the sum of the residual stream and a branch
     branch: Node | None = None  # the other term of the sum, before its dropout
@@ -36,7 +36,7 @@ class _Norm:
 
 
 def fuse_norms(graph: Graph) -> None:
-    """Replace the layer norms of a graph, and the sums and dropouts before them."""
+    """Replace each layer norm, with the sum and dropout before it, by one fused operation."""
     for node in list(graph.nodes):
         norm = _as_norm(node)
         if norm is not None:
@@ -45,7 +45,7 @@ def fuse_norms(graph: Graph) -> None:
 
 
 def fuse_gelus(graph: Graph) -> None:
-    """Replace the GELUs of a graph that follow a linear map."""
+    """Replace each GELU that follows a linear map by a fused operation."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not F.gelu or len(node.args) != 1:
             continue
@@ -93,10 +93,10 @@ def _as_norm(node: Node) -> _Norm | None:
 
 
 def _can_move(first: Node, total: Node, norm: Node) -> bool:
-    """Return whether the nodes from `first` to a sum can be computed where its norm is.
+    """Return whether the nodes from `first` to the sum `total` can be moved to the place of `norm`.
 
-    Nothing in between may read the sum, change a tensor in place, or draw random numbers, which
-    would then be drawn in another order; and nothing may change the sum in place.
+    No node between `first` and `norm` may read the sum, change a tensor in place, or draw random
+    numbers, which would then be drawn in another order. No node at all may change the sum in place.
     """
     if any(writes_in_place(user) for user in total.users):
         return False
@@ -187,7 +187,10 @@ def _replace(graph: Graph, norm: _Norm) -> None:
 
 
 def _detach_bias(graph: Graph, linear: Node) -> Node | None:
-    """Take a linear map's bias out of autograd and return it; None if it does not learn."""
+    """Take a linear map's bias out of autograd, because a fused operation computes its gradient.
+
+    Return the bias, or None if there is none or it does not learn.
+    """
     learning = linear.args[2] if len(linear.args) > 2 else linear.kwargs.get("bias")
     if not isinstance(learning, Node) or not _value(learning).requires_grad:
         return None

@@ -59,13 +59,14 @@ def head_loss(
     """Return the summed cross-entropy of a linear head after one layer, or after each of several.
 
     `hidden` is the head's input after one layer, (…, width), or a list for several layers;
-    `weight` is (vocabulary, width) and `targets` is (…). Return the sum of the layers' losses, each
-    times its entry of `weights` (1 by default), and each layer's loss without gradient. Tokens with
-    the target `ignore` have no loss. Only tensors that require a gradient get one.
+    `weight` is (vocabulary, width) and `targets` is (…). The first result is the sum of the layers'
+    losses, each times its entry of `weights` (1 by default); the second has each layer's loss, not
+    differentiable. Tokens with the target `ignore` have no loss. Only tensors that require a
+    gradient get one.
 
-    `copy` may hold the weight in the dtype of the products; the weight is then not cast. `tied`
-    gets the weight's gradient in the backward pass, for an embedding with the same weight to add
-    to it.
+    `copy` may hold the weight in the dtype of the products; the weight is then not cast. In the
+    backward pass, the weight's gradient is also left in `tied`, so that an embedding with the same
+    weight can add its own gradient there.
     """
     layers = [hidden] if isinstance(hidden, Tensor) else list(hidden)
     factors = [1.0] * len(layers) if weights is None else [float(w) for w in weights]
@@ -95,9 +96,9 @@ _expected: ContextVar[Tensor | None] = ContextVar("_expected", default=None)
 def expect_gradient(gradient: Tensor) -> Iterator[None]:
     """Announce the upstream gradient with which backward of the losses will be called.
 
-    On a GPU, the forward pass already multiplies the gradients by it, which costs nothing in the
-    fused kernel. If backward is then called with this very tensor, it need not scale them;
-    otherwise it corrects them.
+    On a GPU, the forward pass already multiplies the gradients by `gradient`, which costs nothing
+    in the fused kernel. If backward is then called with this very tensor, the gradients are final;
+    if it is called with another one, backward corrects them.
     """
     token = _expected.set(gradient)
     try:
@@ -137,7 +138,7 @@ class _HeadLoss(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:]
         total, losses, gradients = _compute(options, targets, weight, bias, layers, wanted)
         ctx.save_for_backward(*gradients)
-        # autograd would cast a gradient of another dtype to a new tensor, out of `tied`'s reach
+        # autograd would cast a gradient of another dtype to a new tensor, which `tied` cannot hold
         is_final = gradients[0] is not None and gradients[0].dtype == weight.dtype
         ctx.tied = options.tied if is_final else None
         ctx.expected = options.expected
@@ -146,13 +147,13 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale gradients, in place unless the graph is retained; autograd casts their dtypes."""
+        """Scale the gradients, in place unless the graph is retained; autograd then casts them."""
         if torch.is_grad_enabled():  # torch's once_differentiable misses some cases
             raise FrostlabError("head_loss has no second derivative: leave out create_graph=True")
         retained = torch._C._autograd._get_current_graph_task_keep_graph()
         if ctx.expected is None:
             is_one = on_host(upstream) and bool(upstream == 1)
-        else:  # the gradients are already multiplied by it
+        else:  # the gradients are already multiplied by `expected`
             is_one = upstream.data_ptr() == ctx.expected.data_ptr()
             upstream = upstream / ctx.expected
         scaled: list[Tensor | None] = [None, None]
@@ -171,8 +172,9 @@ class _HeadLoss(torch.autograd.Function):
 class TiedGradient:
     """The gradient of a head's weight on its way to the embedding that has the same weight.
 
-    The head's backward pass comes first and leaves its dense gradient here. The embedding adds its
-    rows to it, instead of making a second dense gradient that autograd would add to the first.
+    The head's backward pass comes first and leaves its dense gradient here. The embedding adds the
+    gradients of the rows that it has read to this one, instead of making a second dense gradient
+    that autograd would add to the first.
     """
 
     gradient: Tensor | None = None
@@ -233,7 +235,7 @@ def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
     Rows with equal ids are added in a fixed order, even on a GPU.
 
     Torch's kernel for the gradient of an embedding sums the rows of each id, in a table with a row
-    for each id that occurs. The rows of that table are then added to different rows of the total.
+    for each id that occurs. Those rows are then added to the total, each to another of its rows.
     """
     ordered, places = ids.int().sort()  # int32 is sorted in half the passes of int64
     # the index of each ordered id among the distinct ids
@@ -241,7 +243,7 @@ def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
     size = min(len(ids), len(total))
     inverse = torch.empty_like(ordered).scatter_(0, places, numbers.int())
     sums = torch.ops.aten.embedding_dense_backward(rows, inverse, size, -1, False)
-    # rows of the table that no id has are 0, and may be added anywhere
+    # the last rows of the table may belong to no id: they are 0, and may be added anywhere
     targets = torch.arange(size, device=ids.device, dtype=torch.int32)
     total.index_add_(0, targets.scatter_(0, numbers, ordered), sums)
 

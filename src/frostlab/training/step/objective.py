@@ -215,8 +215,9 @@ class Objective(nn.Module):
 def check_stack(objective: Objective, prepared: PreparedData, types: bool, packs: bool) -> None:
     """Refuse a model whose loss differs when it runs layer by layer.
 
-    Classifiers are checked only if `packs`. A model that cannot run layer by layer is refused if
-    `packs`, and otherwise uses its own forward pass.
+    `packs` says whether the run packs several examples into one row. If not, classifiers are not
+    checked, and a model that cannot run layer by layer uses its own forward pass; with packing,
+    such a model is refused.
     """
     model, kind = objective.model, type(objective.model).__name__
     language = prepared.task == "language"

@@ -97,7 +97,10 @@ def apply_update(
     reached: Sequence[nn.Parameter],
     clip_factor: Tensor,
 ) -> None:
-    """Clip the gradients of `reached`, unless the optimizer's kernel does it, and take the step."""
+    """Clip the gradients of the parameters in `reached`, and take the optimizer's step.
+
+    On CUDA, the optimizer's kernel clips the gradients.
+    """
     if not updates_conditionally(device) and float(clip_factor) < 1.0:
         gradients: list[Any] = [p.grad for p in reached]
         torch._foreach_mul_(gradients, clip_factor)
@@ -164,7 +167,7 @@ def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class KernelAdamW(torch.optim.AdamW):
-    """AdamW for float32 weights on CUDA in one or two kernel launches; its state is like torch's.
+    """AdamW for float32 weights on CUDA in one or two kernel launches; it has the state of torch's.
 
     As in torch's fused AdamW, `grad_scale` divides gradients and `found_inf` above 0 skips a step.
     If `measures` is set, a step writes the squared norms of each parameter and of its change to
@@ -360,9 +363,9 @@ class _Copy:
     """A parameter of a module, and the bf16 tensors that hold its values.
 
     Inside `Bf16Copies.in_place`, `leaf` takes the parameter's place and gets its gradient. Usually
-    it is the copy itself. If the values are rows of a fused weight or bias (`SplitProjection`), it
-    only gets the gradient. It is None for frozen rows, and for a language model's head, whose loss
-    takes the weight and the copy.
+    the leaf is the copy itself. In a partly frozen projection (`SplitProjection`), the copy is rows
+    of a fused weight or bias, and the leaf only gets the gradient. The leaf is None for frozen
+    rows, and for a language model's head, whose loss takes the weight and the copy.
     """
 
     module: nn.Module
@@ -436,7 +439,8 @@ class Bf16Copies:
                 trains = module._parameters[f"trainable_{local}"] is p
                 name = f"{'trainable' if trains else 'frozen'}_{local}"
                 if trains:
-                    # the gradient of a bias is summed over all rows: one sum is faster than two
+                    # The gradient of a bias has its frozen rows, too: one sum over all rows is
+                    # faster than a sum for each trainable span of rows.
                     like = fused[local] if local == "bias" else p
                     leaf = nn.Parameter(torch.zeros_like(like, dtype=torch.bfloat16))
                 self._entries.append(
@@ -455,7 +459,7 @@ class Bf16Copies:
         return [] if p.grad is None else [(p.grad, None)]
 
     def rows_of(self, p: nn.Parameter) -> int:
-        """Return the number of stretches of a parameter."""
+        """Return the most rows that a parameter takes in the kernel's table, one per stretch."""
         entry = self._by_id.get(id(p))
         return 1 if entry is None else len(entry.targets)
 
@@ -522,7 +526,8 @@ def _linear_maps(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
     """Yield the linear maps in all layers, with the names of the parameters that can be copied.
 
     Parameters that are shared, hooked, not contiguous or not float32 are skipped. A partly frozen
-    projection is copied as a whole, if its rows are those of an (out, in) weight.
+    projection is skipped as a whole if one of its parameters is, or if its weight is stored as
+    (in, out), as in GPT-2.
     """
     stack = take_apart(model)
     modules = [m for layer in (stack.layers if stack else []) for m in layer.modules()]
