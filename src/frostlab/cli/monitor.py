@@ -48,8 +48,8 @@ def status(
 
     A matrix is all runs that one `frostlab matrix` command trains. If the folder has no
     matrix, all its runs are shown. A narrow terminal shows neither speed nor device, and
-    shortens names; --live shows as many runs as there are lines, running and failed ones
-    first.
+    shortens names. --live shows as many runs as the terminal has lines for, first those
+    that run or failed.
     """
     from frostlab.matrix.show import as_json as status_values
     from frostlab.matrix.show import cautions, ended, overview_rows, overview_table, terminal_table

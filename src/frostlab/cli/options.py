@@ -41,9 +41,9 @@ PerDevice = Annotated[
     str,
     typer.Option(
         "--per-device", metavar="N|auto",
-        help="Number of runs that share a device; their times cannot be compared then. auto: as "
-        "memory and CPU cores allow; on a GPU with CUDA MPS up to 7, of which 5 take steps at the "
-        "same time, without MPS up to 3, of which 1 does; on the CPU 1.",
+        help="Number of runs that share a device; their times cannot be compared then. auto: up "
+        "to 7 on a GPU with CUDA MPS, up to 3 on a GPU without it, as memory and CPU cores allow, "
+        "and 1 on the CPU. On a GPU, 2 of them wait for their turn to take steps.",
     ),
 ]  # fmt: skip
 WhenIdle = Annotated[

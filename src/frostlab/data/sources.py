@@ -388,7 +388,7 @@ def public_splits(name: str, language: str, data_dir: Path | None) -> dict[str, 
     check_language(name, language)
     subfolder = f"xnli/{language}" if name == "xnli" else name
     folder = data_folder(data_dir)
-    searched = "no --data-dir and no FROSTLAB_DATA"
+    searched = "neither --data-dir nor FROSTLAB_DATA is given"
     if folder is not None:
         searched = f"{folder / subfolder} has no split file"
         if (folder / subfolder).is_dir() and (files := split_files(folder / subfolder)):

@@ -384,7 +384,7 @@ def _scaled(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | Non
         SCALED,
         f"gradients of its layer are steadily {math.exp(least):.3g} × its neighbours', but "
         f"its updates are not: {recent.flow.optimizer} divides a constant factor out",
-        "give it a learning rate of its own instead",
+        "instead of scaling its gradient, give it a learning rate of its own",
     )
 
 
@@ -416,7 +416,7 @@ def _cause_of(recent: RecentReports, i: int, part: PartFacts) -> tuple[str, str]
         why = f"its gradient vanishes, {amount}"
         hint = "add a residual path or norms; a larger learning rate for this part helps a little"
         if recent.flow.optimizer in rules.normalising:
-            hint += f", though {recent.flow.optimizer} undoes a gradient scale"
+            hint += f"; a gradient scale does not, as {recent.flow.optimizer} undoes it"
         else:
             hint += f"; AdamW divides by a gradient's size, {recent.flow.optimizer} does not"
     elif part.dtype in ("bfloat16", "float16"):

@@ -207,8 +207,8 @@ def _mean_cells(several: Several, number: int) -> tuple[Cell, ...]:
 _MEAN_HEAD = ("mean effect", "share of the baseline", "comparisons", "verdicts")
 _MEAN_NOTE = (
     "Every comparison has the same weight. Each mean has its own 95 % interval (Welch's), which is "
-    "about these comparisons and not about other data; a single comparison has the interval of its "
-    "verdict. The share of the baseline is the geometric mean of the arm's metric divided by the "
+    "about these comparisons and not about other data. Where a row has only one comparison, its "
+    "effect and interval are those of its verdict. The share of the baseline is the geometric mean of the arm's metric divided by the "
     "baseline's (the inverse if lower values are better), so that more is better. Confounded "
     "comparisons, and reduced ones (scaled, shortened, stand-ins), have means of their own."
 )
@@ -349,7 +349,10 @@ def _times(several: Several) -> list[Block]:
     if not rows:
         return []
     head = ("comparison", "device", "timing", *map(plain, several.arms))
-    note = "The time of a step divided by the baseline's, from steps that the arms took in turn."
+    note = (
+        "The time of a step divided by the baseline's, from steps that the arms took in turn. "
+        "Unproven: the measurement was disturbed, so that no verdict is drawn from these times."
+    )
     return [
         Table("step-times", "Time of a step relative to the baseline's", head, tuple(rows), note)
     ]
