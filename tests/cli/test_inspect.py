@@ -227,6 +227,7 @@ def compiled(): return torch.compile(Own())
 def without(): return nn.Sequential(nn.Linear(4, 4))
 def never(): return Own(attends=False)
 def asks(): return Asks()
+def lazy(): return nn.Sequential(nn.LazyLinear(4))
 def quantised(): return Own().to(torch.float8_e4m3fn)
 def traced(): return torch.jit.trace(Own(), torch.arange(6)[None])
 """
@@ -244,8 +245,9 @@ def test_inspect_a_model_of_a_file(name: str, tmp_path: Path, in_this_process: C
     ("name", "message"),
     [
         ("without", "Sequential: its forward pass has no attention"),
-        ("never", "if an attention does, pass a batch that reaches it"),
-        ("asks", "cannot guess `graph` of Asks.forward: pass a small batch"),
+        ("never", "if an attention does, read the model on a batch that reaches it"),
+        ("asks", "; read the model on a small batch first, fl.anatomy(model, {'graph'"),
+        ("lazy", "Sequential: 0.weight has no shape yet, because it is in a lazy module; run the"),
         ("quantised", "embed.weight is quantised (float8_e4m3fn)"),
         ("traced", "it is compiled by TorchScript"),
     ],

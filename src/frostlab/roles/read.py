@@ -15,7 +15,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -51,7 +51,9 @@ from frostlab.roles.parts import (
 )
 from frostlab.roles.peft_names import ParameterName, PeftNames, is_adapted
 from frostlab.roles.snapshot import Anatomy, Evidence
-from frostlab.roles.tracing.find import Found, Indescribable, Measured, find_roles
+from frostlab.roles.tracing.claims import Indescribable
+from frostlab.roles.tracing.facts import Call
+from frostlab.roles.tracing.find import Found, Measured, as_call, find_roles
 from frostlab.roles.undisturbed import shared_copy, undisturbed
 
 _BIASES = ("bias", "in_proj_bias")
@@ -70,7 +72,8 @@ def anatomy(model: nn.Module, batch: Any = None) -> Anatomy:
 
     Args:
         batch: the arguments of that forward pass (a dict, a tuple or a tensor), which then runs
-            even if a table exists; default: they are guessed.
+            even if a table exists; default: they are guessed. The batch is kept for other models
+            with the same code and shapes, so that later calls, such as `freeze`, need none.
     """
     return survey(model, batch)[0]
 
@@ -158,6 +161,8 @@ def _placed(
 _FOUND: "WeakKeyDictionary[nn.Module, tuple[str, Found]]" = WeakKeyDictionary()
 _FOUND_BY_CONFIG: dict[str, Found] = {}
 _KEPT_CONFIGS = 256  # in `_FOUND_BY_CONFIG`
+_BATCHES: dict[str, Call] = {}  # digest of a model's shapes and code → its last batch
+_KEPT_BATCHES = 8
 # A number for each class and forward function: a class that is defined again gets a new one.
 _NUMBERS: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
 _next_number = itertools.count()
@@ -167,7 +172,8 @@ _LIBRARIES = ("torch.", "peft.", "frostlab.surgery.")  # their modules take the 
 def _found(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
     """Return the evidence for a model.
 
-    It is kept for this model, and for models with the same code, config and other settings.
+    It is kept for this model, and for models with the same code, config and other settings. A batch
+    is kept, too: other models with the same code and shapes are read on it.
     """
     modules = [m for m in model.modules() if not type(m).__module__.startswith(_LIBRARIES)]
     shapes = [(slot.name, slot.shape) for slot in slots]
@@ -175,6 +181,9 @@ def _found(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
     kept = _FOUND.get(model)
     if batch is None and kept is not None and kept[0] == key:
         return kept[1]
+    if batch is None and key in _BATCHES:
+        with suppress(BadInput):  # this model may need another batch
+            return _found(model, slots, _BATCHES[key])
     config: Any = getattr(model, "config", None)
     shared = None
     if batch is None and hasattr(config, "to_dict"):
@@ -190,11 +199,19 @@ def _found(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
             said = f"{type(error).__name__}: {first_line(error)}"
             raise UnknownArchitecture(f"its forward pass cannot be followed ({said})") from error
     _FOUND[model] = (key, found)
-    if shared is not None:
-        if len(_FOUND_BY_CONFIG) >= _KEPT_CONFIGS:
-            del _FOUND_BY_CONFIG[next(iter(_FOUND_BY_CONFIG))]
-        _FOUND_BY_CONFIG[shared] = found
+    if batch is not None:
+        _keep(_BATCHES, key, as_call(batch), _KEPT_BATCHES)
+    elif shared is not None:
+        _keep(_FOUND_BY_CONFIG, shared, found, _KEPT_CONFIGS)
     return found
+
+
+def _keep(cache: dict[str, Any], key: str, value: Any, most: int) -> None:
+    """Put a value into a cache, which then has at most `most` values: the oldest one is removed."""
+    cache.pop(key, None)
+    if len(cache) >= most:
+        del cache[next(iter(cache))]
+    cache[key] = value
 
 
 def _digest(*facts: Any) -> str:

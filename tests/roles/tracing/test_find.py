@@ -1,7 +1,9 @@
 """Roles found by evidence, against tables, against labels, and where the evidence does not do."""
 
+import copy
 import itertools
 import warnings
+from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -75,6 +77,12 @@ def _ranges(part: Any) -> Any:
 
 def test_all_46_configurations_are_compared() -> None:
     assert len(ALL) == 46
+
+
+@pytest.fixture(autouse=True)
+def no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the batches of other tests."""
+    monkeypatch.setattr(read, "_BATCHES", {})
 
 
 class Attends(nn.Module):
@@ -151,6 +159,13 @@ class Fails(Attends):
         raise RuntimeError("no such weather")
 
 
+class FailsLate(Attends):
+    """It takes vectors, which its argument's name does not tell, and fails after its attention."""
+
+    def forward(self, stream: Tensor) -> Tensor:
+        return self.mix(stream).topk(17).values
+
+
 class Bytes(Attends):
     def __init__(self, dtype: torch.dtype = torch.int8) -> None:
         super().__init__()
@@ -167,11 +182,22 @@ BAD: dict[str, tuple[type[nn.Module], str]] = {
     "no attention": (lambda: nn.Sequential(nn.Linear(4, 4)), "product with a third)"),  # type: ignore[dict-item]
     "never called": (
         Skips,
-        "did not use `query.weight`, `query.bias`, `key.weight`, …: if an attention does, pass a",
+        "did not use `query.weight`, `query.bias`, `key.weight`, …: if an attention does, read the",
     ),
     "another way": (Turns, "rows of"),
-    "inputs nobody can guess": (Wants, "cannot guess `graph` of Wants.forward: pass a small batch"),
-    "a forward that fails": (Fails, "RuntimeError: no such weather"),
+    "inputs nobody can guess": (Wants, "cannot guess `graph` of Wants.forward (IndexError"),
+    "what to do about it": (
+        Wants,
+        "; read the model on a small batch first, fl.anatomy(model, {'graph': tensor})",
+    ),
+    "a forward that fails": (
+        Fails,
+        "Fails: its forward pass fails on guessed inputs (RuntimeError: no such weather); if it ",
+    ),
+    "a forward that fails late": (
+        FailsLate,
+        "its forward pass fails on guessed inputs (RuntimeError: selected index k out of range)",
+    ),
     "quantised": (Bytes, "key.weight is quantised (int8)"),
     "floats of eight bits": (EightBits, "key.weight is quantised (float8_e4m3fn)"),
 }
@@ -194,6 +220,17 @@ def test_guesses_that_fail_do_not_warn() -> None:
     assert seen == []
 
 
+def test_a_model_in_training_mode_is_read_in_eval_mode() -> None:
+    class Exchanges(Attends):
+        def projections(self) -> tuple[nn.Module, ...]:
+            pair = (self.key, self.query) if self.training else (self.query, self.key)
+            return *pair, self.value
+
+    model = Exchanges().train()
+    assert roles(model)["query.weight"] == "query"
+    assert model.training
+
+
 def test_a_batch_takes_another_way_than_a_guess() -> None:
     batch = {"ids": torch.randint(3, 50, (2, 6)), "attend": True}
     assert roles(Skips(), batch)["query.weight"] == "query"
@@ -204,6 +241,90 @@ def test_a_batch_takes_another_way_than_a_guess() -> None:
 def test_a_batch_that_does_not_fit_is_named() -> None:
     with pytest.raises(fl.BadInput, match=r"Attends does not run with this batch \(TypeError"):
         fl.anatomy(Attends(), {"words": torch.zeros(2, 3)})
+
+
+@pytest.mark.parametrize("batch", [[], {}])
+def test_a_batch_without_arguments_is_called_empty(batch: Any) -> None:
+    said = r"Attends does not run with an empty batch \(TypeError: .*'ids'"
+    with pytest.raises(fl.BadInput, match=said):
+        fl.anatomy(Attends(), batch)
+
+
+@pytest.mark.parametrize("shape", [(0, 6), (2, 0)])
+def test_a_batch_without_values_is_called_empty(shape: tuple[int, int]) -> None:
+    ids = torch.zeros(shape, dtype=torch.long)
+    for batch in (ids, (ids,), {"ids": ids}):
+        with pytest.raises(fl.BadInput, match=f"the batch is empty: .* of shape \\({shape[0]}, "):
+            fl.anatomy(Attends(), batch)
+
+
+class Tied(Attends):
+    def projections(self) -> tuple[nn.Module, ...]:
+        return self.query, self.key, self.key
+
+
+def test_no_table_is_suggested_where_none_could_help() -> None:
+    with pytest.raises(fl.UnknownArchitecture) as error:
+        fl.anatomy(Tied())
+    assert str(error.value) == (
+        "Tied: key.weight is key and value at once (16 rows, such as row 0), so neither can be "
+        "frozen alone"
+    )
+
+
+def test_copies_are_read_on_the_batch_of_the_first_model(tmp_path: Path) -> None:
+    model = Wants()
+    batch = ({"order": torch.tensor([1, 0])}, torch.randint(3, 50, (2, 6)))
+    with pytest.raises(fl.UnknownArchitecture, match="read the model on a small batch first"):
+        fl.freeze(model, "query", "key")
+    read_on_batch = fl.anatomy(model, batch)
+    frozen = fl.freeze(model, "query", "key")
+    double = copy.deepcopy(model)
+    fl.audit(double).verify(model)
+    assert fl.anatomy(double) == frozen
+    assert fl.thaw(double) == read_on_batch
+    fl.save_trainable(model, tmp_path / "delta")
+    fresh = Wants()
+    fresh.load_state_dict(model.state_dict())
+    fl.load_trainable(fresh, tmp_path / "delta")
+    assert fl.anatomy(model).count("frozen") == frozen.count("frozen")
+
+    class Other(Wants):
+        pass
+
+    with pytest.raises(fl.UnknownArchitecture, match="cannot guess `graph`"):
+        fl.anatomy(Other())
+
+
+def test_a_batch_that_another_model_cannot_take_is_not_insisted_on() -> None:
+    class Longer(Attends):
+        longest = 3
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.longest = Longer.longest
+
+        def forward(self, ids: Tensor) -> Tensor:
+            if ids.shape[1] > self.longest:
+                raise ValueError("too long")
+            return super().forward(ids)
+
+    Longer.longest = 64
+    fl.anatomy(Longer(), torch.randint(3, 50, (2, 32)))
+    Longer.longest = 16
+    assert roles(Longer())["query.weight"] == "query"
+
+
+def test_only_a_few_batches_are_kept() -> None:
+    models = [type(f"Kind{n}", (Wants,), {})() for n in range(read._KEPT_BATCHES + 1)]
+    batch = ({"order": torch.tensor([1, 0])}, torch.randint(3, 50, (2, 6)))
+    for model in models:
+        fl.anatomy(model, batch)
+    assert len(read._BATCHES) == read._KEPT_BATCHES
+    fl.anatomy(type(models[-1])())
+    with pytest.raises(fl.UnknownArchitecture, match="cannot guess `graph`"):
+        fl.anatomy(type(models[0])())
+    assert fl.anatomy(models[0]).evidence.method == "probe", "its own evidence stays"
 
 
 def test_wrapped_models_are_read() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cases import slow_unless
 from frostlab.roles.tracing.facts import Call
-from frostlab.roles.tracing.inputs import candidate_inputs, missing_argument
+from frostlab.roles.tracing.inputs import candidate_inputs, no_inputs
 from small_types import small_model
 
 FAST = (
@@ -167,7 +167,7 @@ class Strange(nn.Module):
 
 def test_what_nobody_can_guess_is_named_in_one_line() -> None:
     assert list(candidate_inputs(Strange())) == []
-    message = missing_argument(Strange())
-    assert "`x` of Strange.forward" in message
-    assert "batch={'x': tensor}" in message
+    message = no_inputs(Strange(), "", began=False)
+    assert "cannot guess `x` of Strange.forward" in message
+    assert "fl.anatomy(model, {'x': tensor})" in message
     assert "\n" not in message

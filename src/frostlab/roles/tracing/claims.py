@@ -22,6 +22,10 @@ class Contradiction(UnknownArchitecture):
     """The evidence does not fit together; the message says where."""
 
 
+class Indescribable(UnknownArchitecture):
+    """An error about a model for which a table would not help either, such as a quantised one."""
+
+
 @dataclass(frozen=True)
 class Claim:
     """Some rows of a parameter that one head, or a whole side, is computed from."""
@@ -177,7 +181,7 @@ def _combined(claims: list[Claim], name: str, default: int) -> Finding:
             both = roles[role] & roles[other]
             if both.any():
                 row = int(both.nonzero()[0])
-                raise Contradiction(
+                raise Indescribable(
                     f"{name} is {role} and {other} at once ({int(both.sum())} rows, such as row "
                     f"{row}), so neither can be frozen alone"
                 )

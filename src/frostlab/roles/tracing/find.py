@@ -20,17 +20,18 @@ from frostlab.roles.tracing.attentions import SIDES, Attentions
 from frostlab.roles.tracing.claims import (
     Contradiction,
     Finding,
+    Indescribable,
     as_rows,
     is_short_convolution,
     read_claims,
 )
 from frostlab.roles.tracing.facts import Call
 from frostlab.roles.tracing.graph import Graph, Node
-from frostlab.roles.tracing.inputs import candidate_inputs, missing_argument
+from frostlab.roles.tracing.inputs import candidate_inputs, no_inputs
 from frostlab.roles.tracing.layers import Layers
 from frostlab.roles.tracing.small import Small, small_copy
 from frostlab.roles.tracing.surroundings import Around
-from frostlab.roles.tracing.trace import Trace, traced, watched_copy
+from frostlab.roles.tracing.trace import Trace, tensors_in, traced, watched_copy
 from frostlab.roles.tracing.verify import Unsteady, verify
 from frostlab.roles.undisturbed import RunsItself
 
@@ -39,10 +40,6 @@ _SMALL = 1 << 16  # parameters of a small copy get noise if they have at most th
 _MOST_CALLS = 12  # most guesses of inputs that are tried
 _RECOMPUTED = "its layers are recomputed, so they are not seen; turn torch.utils.checkpoint off"
 _SCANS = {"Cumsum", "Cumprod", "Logcumsumexp"}
-
-
-class Indescribable(UnknownArchitecture):
-    """An error about a model for which a table would not help either, such as a quantised one."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +242,10 @@ def _pass_another(unused: Sequence[str]) -> str:
     if not unused:
         return ""
     names = ", ".join(f"`{name}`" for name in unused[:3]) + (", …" if len(unused) > 3 else "")
-    return f"; it did not use {names}: if an attention does, pass a batch that reaches it"
+    return (
+        f"; it did not use {names}: if an attention does, read the model on a batch that reaches "
+        "it, fl.anatomy(model, batch)"
+    )
 
 
 def _refuse_without_history(
@@ -299,15 +299,16 @@ def _first_pass(model: nn.Module, batch: Any) -> tuple[Call, Trace]:
     """Run the model with the user's batch or with guessed inputs; return the call and a trace."""
     calls: Iterator[Call] | list[Call]
     calls = candidate_inputs(model) if batch is None else [as_call(batch)]
-    problem: Exception | None = None
+    furthest, problem = Trace(), None
     for number, call in enumerate(calls):
         if number >= _MOST_CALLS:
             break
+        trace = Trace()
         try:
             with warnings.catch_warnings():
                 if batch is None:
                     warnings.simplefilter("ignore")  # of a guess that may not fit
-                trace = traced(model, call)
+                traced(model, call, trace=trace)
             if trace.outputs:
                 again = traced(model, call)  # caches are filled now, as in all later passes
                 # The first pass may have filled a cache that the second reads instead of some
@@ -318,11 +319,13 @@ def _first_pass(model: nn.Module, batch: Any) -> tuple[Call, Trace]:
         except RunsItself:
             raise
         except Exception as error:  # a model's own code can fail in many ways
-            problem = problem or error
+            if problem is None or len(trace.records) > len(furthest.records):
+                furthest, problem = trace, error
     said = f" ({type(problem).__name__}: {first_line(problem)})" if problem else ""
     if batch is not None:
-        raise BadInput(f"{type(model).__name__} does not run with this batch{said}")
-    raise UnknownArchitecture(f"{missing_argument(model)}{said}")
+        which = "this batch" if call.args or call.kwargs else "an empty batch"
+        raise BadInput(f"{type(model).__name__} does not run with {which}{said}")
+    raise UnknownArchitecture(no_inputs(model, said, bool(furthest.uses)))
 
 
 def _parameters_used(trace: Trace) -> list[int]:
@@ -334,6 +337,10 @@ def as_call(batch: Any) -> Call:
     """Return the call for a batch: a dict of arguments, a tuple, or the first argument."""
     if isinstance(batch, Call):
         return batch
+    tensors = list(tensors_in(batch))
+    if tensors and not any(tensor.numel() for tensor in tensors):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise BadInput(f"the batch is empty: it has only tensors without values, of shape {shapes}")
     if isinstance(batch, Mapping):
         return Call((), dict(batch))
     return Call(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})

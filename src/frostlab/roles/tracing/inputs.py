@@ -40,15 +40,22 @@ def candidate_inputs(model: nn.Module) -> Iterator[Call]:
             yield call
 
 
-def missing_argument(model: nn.Module) -> str:
-    """Say in one line which argument of forward could not be guessed and how to give it."""
+def no_inputs(model: nn.Module, problem: str, began: bool) -> str:
+    """Say in one line why no forward pass succeeded, and how to give a batch.
+
+    Args:
+        problem: the error of the guess that came furthest, in parentheses.
+        began: whether that guess reached the model's weights.
+    """
     maker = _Named(model)
     unknown = [name for name in maker.required if not maker.can_make(name)]
+    if began and len(maker.required) == 1:
+        unknown = []  # guessed from the first weights
     name = (unknown or maker.required or [maker.main or "inputs"])[0]
-    return (
-        f"cannot guess `{name}` of {type(model).__name__}.forward: pass a small batch, such as "
-        f"batch={{{name!r}: tensor}}"
-    )
+    read = f"read the model on a small batch first, fl.anatomy(model, {{{name!r}: tensor}})"
+    if not unknown and problem:
+        return f"its forward pass fails on guessed inputs{problem}; if it needs others, {read}"
+    return f"cannot guess `{name}` of {type(model).__name__}.forward{problem}; {read}"
 
 
 def _all_calls(model: nn.Module) -> Iterator[Call]:

@@ -146,20 +146,20 @@ class _Watch(TorchFunctionMode):
             return self._pins[number].copy()
         args, kwargs = _replaced((args, kwargs), self._alias)
         if name in _NORMS:
-            for value in _tensors((args[1:], kwargs)):
+            for value in tensors_in((args[1:], kwargs)):
                 if id(value) in trace.uses:
                     trace.norms.add(id(value))
                 trace.norms |= self._scales.get(id(value), set())
         if name in ("layer_norm", "rms_norm", "group_norm", "normalize"):
             result = self._fixed_norm(name, number, args, kwargs)
-            if not any(id(value) in trace.uses for value in _tensors((args, kwargs))):
+            if not any(id(value) in trace.uses for value in tensors_in((args, kwargs))):
                 self._normalised[id(result)] = result  # a weight that multiplies it is the norm's
         elif name in _REDUCTIONS and _keeps_dimensions(args, kwargs):
             result = self._statistic(number, lambda: func(*args, **kwargs))
         else:
             result = func(*args, **kwargs)
             if name == "embedding":
-                found = [t for t in _tensors((args, kwargs)) if not t.is_floating_point()]
+                found = [t for t in tensors_in((args, kwargs)) if not t.is_floating_point()]
                 record.indices = found[0] if found else None
                 record.given = bool(found) and _storage(found[0]) in self.ids
         record.last = _node_number()
@@ -177,7 +177,7 @@ class _Watch(TorchFunctionMode):
         """Return whether a call is pinned and none of its parameters has moved."""
         if len(self.trace.records) - 1 not in (self._pins or {}):
             return False
-        for value in _tensors(arguments):
+        for value in tensors_in(arguments):
             aliases = self._scales.get(id(value), set())
             if id(value) in self._moved or any(
                 self.trace.uses[alias].parameter in self._moved for alias in aliases
@@ -209,7 +209,7 @@ class _Watch(TorchFunctionMode):
             result = self._pins[number].result
         else:
             result = _replaced(compute(), lambda t: t.detach() if isinstance(t, Tensor) else t)
-        for value in _tensors(result):
+        for value in tensors_in(result):
             self._statistics[id(value)] = value
         self.trace.records[number].result = result
         return result
@@ -258,8 +258,8 @@ class _Watch(TorchFunctionMode):
 
     def _follow(self, name: str, arguments: Any, result: Any) -> None:
         """Record which results are statistics, normalised, or computed from parameters alone."""
-        values = list(_tensors(arguments))
-        results = list(_tensors(result))
+        values = list(tensors_in(arguments))
+        results = list(tensors_in(result))
         if not results:
             return
         self._kept += results
@@ -391,22 +391,22 @@ def _replaced(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
+def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
     """Yield the tensors in nested values, such as a model's outputs."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping) and depth < 6:
         for item in value.values():
-            yield from _tensors(item, depth + 1)
+            yield from tensors_in(item, depth + 1)
     elif isinstance(value, tuple | list) and depth < 6:
         for item in value:
-            yield from _tensors(item, depth + 1)
+            yield from tensors_in(item, depth + 1)
 
 
 def _outputs(value: Any) -> Iterator[Tensor]:
     """Yield the tensors that a model returns, perhaps as the attributes of an object."""
     plain = isinstance(value, Tensor | Mapping | tuple | list | nn.Module | str)
-    yield from _tensors(value if plain or not hasattr(value, "__dict__") else dict(vars(value)))
+    yield from tensors_in(value if plain or not hasattr(value, "__dict__") else dict(vars(value)))
 
 
 def _keeps_dimensions(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -460,12 +460,14 @@ def traced(
     call: Call,
     moved: Mapping[int, Tensor] | None = None,
     pins: Mapping[int, Pin] | None = None,
+    trace: Trace | None = None,
 ) -> Trace:
     """Run a watched copy once; with other parameters or pinned results if they are given.
 
     Args:
         moved: the id of a parameter → the tensor that replaces it.
         pins: the number of a call → the result that it returns.
+        trace: an empty trace to fill, which shows how far a pass came that fails.
     """
     floats: list[Tensor] = []
 
@@ -478,9 +480,10 @@ def traced(
     args, kwargs = _replaced((tuple(call.args), dict(call.kwargs)), leaf)
     parameters = {id(p) for p in model.parameters()}
     watch = _Watch(parameters, moved, pins)
+    watch.trace = watch.trace if trace is None else trace
     watch.trace.inputs = floats
     named = {name: value for name, value in kwargs.items() if "pos" not in name}
-    watch.ids = {_storage(t) for t in _tensors((args, named)) if not t.is_floating_point()}
+    watch.ids = {_storage(t) for t in tensors_in((args, named)) if not t.is_floating_point()}
     devices = [] if not torch.cuda.is_initialized() else list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices), torch.enable_grad(), _paths(model, watch):
         torch.default_generator.manual_seed(0)
