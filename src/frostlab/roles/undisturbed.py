@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -23,7 +23,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from frostlab.errors import UnknownArchitecture
 
-_FUNCTIONS = (FunctionType, MethodType, partial, weakref.ref)
+_Cached: type = type(lru_cache(len))
+_FUNCTIONS = (FunctionType, MethodType, partial, weakref.ref, _Cached)
 
 
 class RunsItself(UnknownArchitecture):
@@ -73,6 +74,10 @@ class _References:
             made = partial(self.moved(value.func), *map(self.moved, value.args), **named)
             vars(made).update(vars(value))
             return made
+        if isinstance(value, _Cached):
+            function: Any = self.moved(vars(value)["__wrapped__"])
+            settings = vars(value)["cache_parameters"]()
+            return self._keep(value, lru_cache(**settings)(function))
         if type(value) is tuple:
             return tuple(map(self.moved, value))
         if type(value) is list:

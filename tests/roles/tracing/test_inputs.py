@@ -167,7 +167,7 @@ class Strange(nn.Module):
 
 def test_what_nobody_can_guess_is_named_in_one_line() -> None:
     assert list(candidate_inputs(Strange())) == []
-    assert no_inputs(Strange(), " (RuntimeError: no)", began=False) == (
-        "cannot guess `x` of Strange.forward (RuntimeError: no); read the model on a small batch "
-        "first, fl.anatomy(model, {'x': tensor})"
-    )
+    message = no_inputs(Strange(), "", began=False)
+    assert "cannot guess `x` of Strange.forward" in message
+    assert "fl.anatomy(model, {'x': tensor})" in message
+    assert "\n" not in message

@@ -3,7 +3,7 @@
 import random
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -219,6 +219,11 @@ def by_recursion(model: Any) -> None:
     model.forward = lambda ids: through(model.words(ids))
 
 
+def by_cache(model: Any) -> None:
+    model.once = lru_cache(maxsize=4)(model.blocks[0].forward)
+    model.blocks[0].forward = lambda x: model.once(x)
+
+
 def by_global(model: Any) -> None:
     space: dict[str, Any] = {"before": model.forward, "block": model.blocks[0]}
     exec("def forward(ids): return before(ids) + 0 * block(0 * ids[..., None].float()).sum() "
@@ -228,7 +233,7 @@ def by_global(model: Any) -> None:
 
 REPLACED = (
     by_closure, by_default, by_keyword, by_partial, by_list, by_weak_reference, by_recursion,
-    by_global,
+    by_cache, by_global,
 )  # fmt: skip
 
 
