@@ -56,10 +56,10 @@ _REPEATS = 50  # most repetitions of short work
 _WARM_UP_STEPS = 3  # the second step records the CUDA graph of a captured step
 _KEPT = 3  # checkpoints on the disk at once: the best one and the newest two
 _RECORD_BYTES = 2_000_000  # smallest size of a run's files without checkpoints and events
-_BYTES_PER_STEP = 60  # that a step adds to events.jsonl
+_BYTES_PER_STEP = 60  # about what a step adds to events.jsonl
 _HEAD = ("id", "runs", "parameters", "steps", "step", "evaluations", "time", "memory", "disk")
 _LESS_IMPORTANT = ("parameters", "evaluations", "disk", "step", "runs", "steps")  # left out first
-_KEPT_WHOLE = 3  # if two columns were left out and there is still no room, ids are shortened
+_KEPT_WHOLE = 3  # tables tried before ids are shortened: without 0, 1 and 2 of the columns above
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from frostlab.training.loop import interruptions
 from frostlab.typed import read
 
 _STATE_SECONDS = 0.5  # the least time between two writings of state.json
-_LONGEST_SECONDS = 5.0  # the most time between two, even if only `updated` changes
+_LONGEST_SECONDS = 5.0  # the most time between two writings, even if nothing else has changed
 _PLAN_SECONDS = 2.0  # time between two checks whether the plan's file has changed
 _NOTIFY_SECONDS = 60.0  # the most time that the command of --notify may take
 _FAILED = ("failed", "crashed", "refused", "blocked")
@@ -246,7 +246,7 @@ class _Driver:
         )
 
     def _turn(self) -> None:
-        """Answer requests and write the state, if it is time."""
+        """Answer requests, check the plan's file, and write the state."""
         running = self._queue.executor.running()
         for path in running:
             if path not in self._since:
@@ -370,7 +370,7 @@ class _Driver:
         return Ends(dict(counts), stopped, time.time() - self._began)
 
     def _notify(self, name: str, status: str) -> None:
-        """Start the command of --notify after earlier ones; the queue does not wait for it."""
+        """Start the command of --notify once its earlier calls have ended; runs go on meanwhile."""
         if self._notify_command is not None:
             parts = [
                 part.format(name=name, status=status) for part in shlex.split(self._notify_command)

@@ -72,8 +72,8 @@ def _ask(command: str, variables: dict[str, str]) -> subprocess.CompletedProcess
 def used_by_cuda(variables: dict[str, str]) -> str | None:
     """Return why a process that uses the daemon cannot start CUDA; None if it can.
 
-    This starts a process that tries it, because the daemon may answer although the server that it
-    starts for CUDA cannot run.
+    To find out, this starts a process that uses CUDA: the daemon may answer although the server
+    that it starts for CUDA cannot run.
     """
     program = "import torch; torch.zeros(1, device='cuda').add_(1).item()"
     import sys

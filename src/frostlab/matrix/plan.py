@@ -84,7 +84,7 @@ class _Variant:
     id: str
     recipe: Recipe
     optional: bool = False
-    baseline: str | None = None  # id of its baseline; None: it is one, or has none
+    baseline: str | None = None  # id of its baseline; None: it is a baseline itself, or has none
 
 
 def matrix_plan(

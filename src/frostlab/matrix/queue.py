@@ -45,7 +45,7 @@ class Executor(Protocol):
     def close(self, reason: Reason = "done") -> None:
         """Release what the executor holds; tasks that still run end at once.
 
-        After an error, tasks go on if the next driver can find them again.
+        The exception is `failed` on Slurm: jobs go on, because the next driver finds them again.
         """
 
 
@@ -83,7 +83,7 @@ class Queue:
         """Yield each task with its last outcome when it ends.
 
         After a request to stop, running tasks are asked to end, and tasks that wait are skipped. A
-        second signal raises KeyboardInterrupt, and the running tasks are killed.
+        second request raises KeyboardInterrupt, and the running tasks are killed.
         """
         self.waiting += tasks
         stopping = False
@@ -166,7 +166,7 @@ class Queue:
         self.waiting += tasks
 
     def drop(self, path: Path) -> bool:
-        """Stop a task that runs, or forget one that waits; return False if it does neither."""
+        """Stop a task that runs, or forget one that waits; return False for any other task."""
         for task in self.waiting:
             if task.path == path:
                 self.waiting.remove(task)

@@ -126,7 +126,7 @@ class Sender:
         self._sent: dict[str, Signature] = {}
 
     def skip_present(self) -> None:
-        """Count the present files as sent, because the other side has them."""
+        """Count the present files as sent, because the receiver has them already."""
         self._sent = self._signatures()
 
     def changes(self) -> Iterator[Piece]:
@@ -293,7 +293,7 @@ def _train(
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the error that a Ray task raised, or a task of the actor that it called."""
+    """Return the error that a run's code or the actor raised, without Ray's errors around it."""
     inner = getattr(error, "cause", None)
     return _cause(inner) if isinstance(inner, BaseException) else error
 
@@ -328,7 +328,7 @@ class RayTasks:
         self._look()
 
     def _look(self) -> None:
-        """Ask the cluster what it has, and where runs train, now and then."""
+        """Ask the cluster what it has and where runs train, at most every `_LOOK_SECONDS`."""
         if time.monotonic() - self._looked < _LOOK_SECONDS:
             return
         resources = self._ray.cluster_resources()
@@ -376,8 +376,8 @@ class RayTasks:
     def _problem(self, task: Task, error: Exception) -> Outcome:
         """Return the outcome of a run whose Ray task has raised an error.
 
-        It is "failed" if the run itself raised it, "blocked" if a disk is full, "lost" if its node
-        has died, and "crashed" if only its process has died.
+        The outcome is "failed" if the run's code raised the error, "blocked" if a disk is full,
+        "lost" if the run's node has died, and "crashed" if only its process has died.
         """
         errors = self._ray.exceptions
         if isinstance(error, errors.RayTaskError):

@@ -42,11 +42,11 @@ class OverviewRow:
     """One experiment or arm; without results, it has not been run yet."""
 
     phase: str  # the group of experiments, or the comparison
-    id: str  # of the experiment; else the arm's name
+    id: str  # the experiment's id, or the arm's name
     data: str
     method: str  # name of the treatment
     total_seconds: float | None = None  # mean over whole runs
-    # of steps that the arms took in turn; if there are none, of the steps of whole runs
+    # measured while the arms took steps in turn; if that was not done, in whole runs
     step_seconds: float | None = None
     gap: str | None = None  # effect on the metric with its interval and verdict, or `baseline`
     status: str = "not run"
@@ -67,7 +67,7 @@ def overview_rows(status: MatrixStatus) -> list[OverviewRow]:
     """Return one row for every experiment of a matrix, over its seeds.
 
     Times are the means of finished runs that had their device to themselves. If there are none, the
-    times are None, and the status says so if a run shared its device.
+    times are None, and the status says whether a run shared its device.
     """
     by_name = {row.name: row for row in status.runs}
     baselines = {row.baseline for row in status.runs}
@@ -266,7 +266,7 @@ def _totals(status: MatrixStatus, width: int | None) -> list[str]:
 
 
 def _details(status: MatrixStatus) -> list[str]:
-    """Return why nothing starts, the GPUs, the devices, and warnings about the numbers."""
+    """Return lines: why no run starts, the GPUs' load, the devices or cluster, and warnings."""
     lines = [f"waiting: {status.note}"] if status.note else []
     for gpu in status.gpus:
         used = f"{gpu.memory_used / 1e9:.1f} of {gpu.memory_total / 1e9:.1f} GB"

@@ -62,7 +62,7 @@ def _is_ours(pid: int) -> bool:
 
 
 def _has_children() -> bool:
-    """Return whether this program has worker processes; their memory counts as used, too."""
+    """Return whether this program has worker processes, which may be what uses a GPU."""
     import multiprocessing
 
     return bool(multiprocessing.active_children())

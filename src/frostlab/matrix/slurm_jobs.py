@@ -128,7 +128,7 @@ def warning_seconds(minutes: int) -> int:
 
     It is a sixth of the limit, but at least 10 s and at most 90 s. Short jobs get a late signal,
     because Slurm looks at its jobs only twice a minute: the signal may come half a minute too
-    early, and would kill Python if it is still importing.
+    early, and a signal kills Python while it is still importing.
     """
     least, most = _WARNING_SECONDS
     return max(least, min(most, 60 * minutes // 6))
@@ -259,8 +259,9 @@ class SlurmJobs:
     def _submit(self) -> None:
         """Submit the tasks that wait, as one job array.
 
-        If Slurm refuses the first array, the options are wrong. A later refusal, such as one of a
-        busy server, is only said, and it tries again later: running jobs must not suffer.
+        If Slurm refuses them while there is no job yet, the options are wrong: BadInput is raised.
+        A later refusal, for example by a busy server, must not end the driver while jobs run, so it
+        is only shown, and the tasks are submitted again after `_RETRY_SECONDS`.
         """
         if not self._new or time.monotonic() < self._next_try:
             return
@@ -290,7 +291,7 @@ class SlurmJobs:
         return self._folder / f"{task.path.name}.outcome.json"
 
     def _look(self) -> None:
-        """Ask squeue for the states of all jobs, now and then."""
+        """Ask squeue for the states of all jobs, at most every `_LOOK_SECONDS`."""
         if time.monotonic() - self._looked < _LOOK_SECONDS:
             return
         self._looked = time.monotonic()

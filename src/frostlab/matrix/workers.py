@@ -86,7 +86,8 @@ class InProcess:
 class _Worker:
     """A worker process, the connection to it, and its task.
 
-    `turns` is the device's folder in `_make_turns`; None: there is none.
+    `turns` is the folder through which the runs of a device take turns (`_make_turns`); None: none of
+    the devices needs it.
     """
 
     def __init__(
@@ -229,10 +230,10 @@ class LocalWorkers:
 
 
 def _make_turns(slots: Sequence[Slot]) -> tempfile.TemporaryDirectory[str] | None:
-    """Make a folder for each device on which fewer runs may take steps than may share it.
+    """Make a folder for each device where not all runs may take steps at once (`Slot.training`).
 
-    It has a file for each run that may take steps; a run takes steps only while it has locked one
-    of the files (`launcher.Turn`). Return None if there is no such device.
+    The folder has as many files as runs may take steps at once; a run takes steps only while it
+    has locked one of the files (`launcher.Turn`). Return None if there is no such device.
     """
     if all(slot.training is None for slot in slots):
         return None

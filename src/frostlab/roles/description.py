@@ -68,7 +68,7 @@ class Fixed:
     role: str
 
 
-Entry = str | Fused | Fixed
+Entry = str | Fused | Fixed  # a str is a role; in cross-attention, with a prefix: `cross.query`
 Table = Mapping[str, Entry]
 HeadsOf = Callable[[Any, str], Heads]  # (model, stack name) → heads
 

@@ -303,7 +303,7 @@ SlotPieces = tuple[tuple[int, ...], int, tuple[Piece, ...]]  # shape, axis of th
 
 
 class Multiplies:
-    """Marks a module whose matrices multiply activations, so that FLOPs count them as matmuls."""
+    """Marks a module whose weights are those of matmuls with activations (`Part.matmul`)."""
 
 
 class Split(ABC):

@@ -32,7 +32,7 @@ class PeftNames:
 
     def __init__(self, model: nn.Module) -> None:
         self.tuners: dict[str, Any] = {}  # path → an adapter's layer
-        # path of a wrapper with copies of its module → the segments below it to the one in use
+        # path of a wrapper with copies of its module → the rest of the path to the copy in use
         self.copied: dict[str, list[str]] = {}
         tuners = sys.modules.get("peft.tuners.tuners_utils")
         if tuners is None:  # PEFT is not loaded, so nothing is wrapped

@@ -71,9 +71,9 @@ def anatomy(model: nn.Module, batch: Any = None) -> Anatomy:
     shows the weights that each head uses. The result is tested by changing weights.
 
     Args:
-        batch: the arguments of that forward pass (a dict, a tuple or a tensor), which then runs
-            even if a table exists; default: they are guessed. The batch is kept for other models
-            with the same code and shapes, so that later calls, such as `freeze`, need none.
+        batch: the arguments of that forward pass (a dict, a tuple or a tensor); default: they are
+            guessed. With a batch, the pass runs even if a table exists. The batch is kept for other
+            models with the same code and shapes, so that later calls, such as `freeze`, need none.
     """
     return survey(model, batch)[0]
 
@@ -166,7 +166,8 @@ _KEPT_BATCHES = 8
 # A number for each class and forward function: a class that is defined again gets a new one.
 _NUMBERS: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
 _next_number = itertools.count()
-_LIBRARIES = ("torch.", "peft.", "frostlab.surgery.")  # their modules take the place of others
+# Modules of these packages do not count as the model's code: surgery and PEFT put them in and out.
+_LIBRARIES = ("torch.", "peft.", "frostlab.surgery.")
 
 
 def _found(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
@@ -387,9 +388,8 @@ class _Reader:
     def read(self, slot: Slot, named: bool) -> Placement | None:
         """Return the entry, place and heads that the description's table gives a slot.
 
-        The result is None if no path in the table matches.
-
-        If `named`, the stack name begins with the path of this reader's module.
+        The result is None if no path in the table matches. If `named`, the stack name begins with
+        the path of this reader's module.
         """
         if not slot.name.startswith(self.prefix):
             return None

@@ -28,7 +28,7 @@ _FUNCTIONS = (FunctionType, MethodType, partial, weakref.ref, _Cached)
 
 
 class RunsItself(UnknownArchitecture):
-    """An error about a model of which every copy runs the model."""
+    """A copy of the model runs modules of the model itself, for example through a global."""
 
 
 def shared_copy(model: nn.Module) -> nn.Module:
@@ -59,7 +59,7 @@ class _References:
         self._originals: list[Any] = []  # keeps them alive, so that no id is used twice
 
     def moved(self, value: Any) -> Any:
-        """Return a value that refers to the copy, or the value if it does not refer to a model."""
+        """Return a value in which references to the model are replaced by references to the copy."""
         if id(value) in self._memo:
             return self._memo[id(value)]
         if isinstance(value, weakref.ref):
@@ -94,7 +94,7 @@ class _References:
         return made
 
     def _function(self, function: FunctionType) -> FunctionType:
-        """Return a copy of a function if it could change the model or its own closure."""
+        """Return a copy of a function that refers to the model or has a closure; else the function."""
         values = function.__globals__
         names = {
             name: self.moved(values[name])
@@ -154,7 +154,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Restore all random generators afterwards; raise RunsItself if the model itself runs.
 
-    Code that `torch.compile` has compiled runs as it is written.
+    Meanwhile, code that `torch.compile` has compiled runs eagerly.
     """
     modules = {id(module): type(module).__name__ for module in model.modules()}
 

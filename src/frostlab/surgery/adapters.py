@@ -48,7 +48,7 @@ def add_lora(
 
     The model's outputs do not change. If some roles of a fused projection are selected, such as
     query and value of GPT-2's c_attn, each has an adapter for its own rows; if all are selected,
-    one adapter covers the projection, as in PEFT. To train more than the adapters, call
+    one adapter covers the projection, as in PEFT. To train the head as well, call
     `freeze(model, "all", "!adapter", "!head")` afterwards. Build the optimizer at the end.
 
     Args:
@@ -107,7 +107,7 @@ def merge_adapters(model: nn.Module) -> None:
 def adapt(
     model: nn.Module, wanted: LowRank | Scales, seed: int, where: str = "treatment.peft.select"
 ) -> set[str]:
-    """Add adapters to a model in place and return the keys of their parts; outputs do not change.
+    """Add adapters to a model, in place; return their parts' keys. Outputs do not change.
 
     PEFT draws from torch's global generator. The generator's state is restored afterwards, so that
     all other random values stay the same.
@@ -149,7 +149,7 @@ class _Target:
 
     @property
     def pairs(self) -> int:
-        """The number of pairs A, B."""
+        """The number of pairs A, B: one per selected role if other roles are left out, else one."""
         return len(self.parts) if self.is_partial else 1
 
 
@@ -213,8 +213,9 @@ def _check_adaptable(model: nn.Module, part: Part, slot: Slot, where: str) -> No
 def _config(peft: Any, wanted: LowRank | Scales, targets: Mapping[str, _Target]) -> Any:
     """Return PEFT's config for these modules.
 
-    PEFT matches a regular expression against whole paths, but a list of names also against the ends
-    of paths. A projection with several pairs has a higher rank, with the same factor alpha / r.
+    They are given as a regular expression, which PEFT matches against whole paths; names in a list
+    would also match the ends of other paths. For a projection with several pairs A, B, both r and
+    alpha are multiplied by their number, so the factor alpha / r is the same everywhere.
     """
     transposed = any(part.axis for target in targets.values() for part in target.parts)
     if isinstance(wanted, LowRank):
@@ -244,8 +245,8 @@ def _pattern(paths: Iterable[str]) -> str:
 class RoleRows(nn.Module, Multiplies):
     """LoRA's B for the rows of some roles of a fused projection, with one parameter for each role.
 
-    It takes the place of the nn.Linear that PEFT calls lora_B. The state dict holds the whole B,
-    with zeros in the rows of other roles and outside the blocks, under the name `weight`.
+    It takes the place of the nn.Linear that PEFT calls lora_B. The state dict holds the whole B of
+    the diagram above, with its zeros, under the name `weight`.
     """
 
     def __init__(self, rows: Mapping[str, Rows], like: Tensor) -> None:

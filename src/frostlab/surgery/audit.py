@@ -22,7 +22,7 @@ class Audit:
     """The digests of a model's tensors at one moment: 64 characters for each tensor."""
 
     model: str
-    # name → digest: frozen parts, parts that the architecture never trains (fixed), and the running
+    # name → digest: frozen parts, fixed parts (which are never trained), and the running
     # statistics of frozen BatchNorms
     digests: dict[str, str]
     trainable: dict[str, str] | None = None  # digests of trainable parts; None: not recorded

@@ -106,9 +106,10 @@ def grow(
             that no table describes). "random" uses the model's own initialisation and torch's
             default generator. "copy" copies the layer below or, at the bottom, the layer above.
 
-    If layers end with a norm, as in BERT, "identity" moves the gain and bias of the norm below to
-    the last new norm. It is refused if there is no norm below, or if the eps of the norms would
-    change the outputs by more than 8e-7; that is measured on random tokens.
+    If layers end with a norm, as in BERT, "identity" moves the gain and bias of the norm below the
+    new layers to the last norm of the new layers. BadInput is raised if there is no norm below, if
+    that norm is in half precision, or if the eps of the norms would change the outputs for random
+    tokens by more than 8e-7.
     """
     refuse_wrapped(model, "grow")
     try:
@@ -288,7 +289,7 @@ def _kinds_of_layers(model: nn.Module, trunk: Trunk) -> dict[str, list[str]]:
 
 
 def _configs(model: nn.Module, trunk: Trunk) -> Iterable[Any]:
-    """Return the distinct configs of the body's model type; some heads hold a copied config."""
+    """Return the distinct configs of the body's model type; a model's head may hold a copy."""
     kind = model_type(trunk.body)
     configs = (module.__dict__.get("config") for module in model.modules())
     return {id(c): c for c in configs if getattr(c, "model_type", None) == kind}.values()

@@ -25,10 +25,10 @@ class Origin:
     """The call of `orthogonalize` or `randomize` that made a weight."""
 
     method: Literal["orthogonalize", "randomize"]  # name of the function
-    scope: Literal["head", "matrix"] | None = None  # of `orthogonalize`; None: randomized
+    scope: Literal["head", "matrix"] | None = None  # argument of `orthogonalize`; None: randomized
     # the matrix that was orthogonalized; None: randomized
     source: Literal["weights", "gaussian", "identity"] | None = None
-    std: float | Literal["match", "orthonormal"] | None = None  # of `randomize`; None: orthogonal
+    std: float | Literal["match", "orthonormal"] | None = None  # of `randomize`; None: not that
     seed: int | None = None  # None: nothing was drawn
 
     @property

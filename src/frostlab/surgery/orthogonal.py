@@ -169,7 +169,7 @@ def _exact(rows: Tensor) -> Tensor:
 
 
 def _stacked(part: Part, rows: Tensor, origin: Origin) -> Tensor:
-    """Return the matrix of each head (heads, size, in), or (1, rows, in) for one matrix."""
+    """Return the matrix of each head (heads, size, in); with scope="matrix", (1, rows, in)."""
     if origin.scope == "matrix":
         return rows.unsqueeze(0)
     assert part.heads is not None

@@ -4,8 +4,8 @@ A delta is a folder with the trainable tensors, the buffers and a manifest, delt
 stored by part: a parameter, or the rows of a parameter that have one role, such as query. Frozen
 weights and the running statistics of frozen BatchNorms are normally not stored: loading keeps the
 model's own values if their fingerprints (a few numbers that identify a tensor) match the manifest.
-Otherwise it regenerates weights from their recorded origin (the call of `orthogonalize` or
-`randomize` that made them), or raises an error if there is none.
+If a weight's fingerprint differs, loading regenerates the weight from its recorded origin (the call
+of `orthogonalize` or `randomize` that made it), or raises an error if it has none.
 """
 
 import json

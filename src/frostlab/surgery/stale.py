@@ -32,9 +32,12 @@ class _Expected:
     model: "tuple[weakref.ref[nn.Parameter], ...]"  # the parameters of its model
 
     def is_missed_by(self, held: Collection[int]) -> bool:
-        """Return whether the parameter has a gradient, and its model is trained with these ids.
+        """Return whether an optimizer that trains the parameter's model should also train it.
 
-        Without a gradient its model may not be in training yet.
+        That is so if it has a gradient; without one, its model may not be in training yet.
+
+        Args:
+            held: the ids of the optimizer's parameters.
         """
         parameter = self.parameter()
         return (
@@ -81,10 +84,10 @@ def expect(model: nn.Module, parameters: Iterable[tuple[str, nn.Parameter]]) -> 
 
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Check an optimizer at its first step after a change; at its second step, warn if need be.
+    """Refuse an optimizer with replaced parameters at its first step after a change.
 
-    The warning is about new parameters of its model that no optimizer holds. If several optimizers
-    take turns, all of them have been checked by then.
+    At its second step, warn of newly trainable parameters of its model that no optimizer holds: if
+    several optimizers take turns, the parameters of all of them are known by then.
     """
     checked_total, stepped_twice = getattr(optimizer, _CHECKED, (0, False))
     if checked_total == _total and stepped_twice:
@@ -114,7 +117,8 @@ def _warn_of_left_out(held: Collection[int]) -> None:
     """Warn about new parameters with a gradient that no optimizer updates.
 
     Args:
-        held: ids of the parameters of the optimizer that steps; other models are not its concern.
+        held: ids of the parameters of the optimizer that steps; only the models that it trains
+            are looked at.
     """
     left_out = [expected for expected in _expected if expected.is_missed_by(held)]
     if left_out:

@@ -210,7 +210,8 @@ _MEAN_NOTE = (
     "about these comparisons and not about other data. Where a row has only one comparison, its "
     "effect and interval are those of its verdict. The share of the baseline is the geometric mean "
     "of the arm's metric divided by the baseline's (the inverse if lower values are better), so "
-    "that more is better. Confounded comparisons, and reduced ones (scaled, shortened, stand-ins), have means of their own."
+    "that more is better. Confounded comparisons, and reduced ones (scaled, shortened, "
+    "stand-ins), have means of their own."
 )
 
 

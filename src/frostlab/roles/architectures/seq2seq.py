@@ -136,7 +136,7 @@ CLIP: Table = {
 
 
 def clip_heads(module: Any, stack: str) -> Heads:
-    """Return the heads of a CLIP stack from its own config; a single stack has only one config."""
+    """Return a CLIP stack's heads from its own config; a model of one stack has only that one."""
     return heads_from(getattr(module.config, f"{stack}_config", module.config))
 
 
