@@ -116,7 +116,7 @@ def _pins(graph: Graph, attentions: Attentions) -> dict[int, Pin]:
         graph.call(contraction.node) for contraction in made if is_short_convolution(contraction)
     }
     pins = {
-        number: Pin(record.name, record.result, always=record.name not in PROJECTIONS)
+        number: Pin(record.name, record.result, record.name not in PROJECTIONS, record.held)
         for number, record in enumerate(records)
         if record.result is not None and record.name not in PRODUCTS | SUMS and number not in free
     }
