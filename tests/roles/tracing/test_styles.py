@@ -212,3 +212,46 @@ class Probabilities(Model):
 
 def test_a_head_of_probabilities_is_still_the_head() -> None:
     assert roles(Probabilities())["head"] == "head"
+
+
+class Scaled(Model):
+    """The logits are multiplied by a mask, or divided by a temperature, that is given."""
+
+    def forward(self, ids: Tensor, mask: Tensor, temperature: Tensor) -> Any:
+        return super().forward(ids) * mask[..., None] / temperature
+
+
+def test_a_head_whose_logits_are_scaled_by_inputs_is_still_the_head() -> None:
+    batch = (IDS, torch.ones(IDS.shape), torch.tensor(2.0))
+    assert roles(Scaled(), batch)["head"] == "head"
+
+
+class Residual(nn.Module):
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, WIDTH, 3, padding=1)
+        self.shortcut = nn.Conv2d(inputs, WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shortcut(x) + F.silu(self.conv(x))
+
+
+class UNet(nn.Module):
+    """Residual blocks before and after an attention; the last one takes results of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.down, self.up = Residual(3), Residual(WIDTH), Residual(2 * WIDTH)
+        self.mix, self.last = Mix(), nn.Conv2d(WIDTH, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = self.down(self.first(x))
+        late = early + self.mix(early.flatten(2).mT).mT.view_as(early)
+        return self.last(self.up(torch.cat([late, early], 1)))
+
+
+def test_the_shortcut_of_the_last_block_is_a_convolution_as_in_the_others() -> None:
+    said = roles(UNet(), torch.randn(2, 3, 4, 4))
+    names = [f"{block}.{name}" for block in ("down", "up") for name in ("conv", "shortcut")]
+    assert {said[name] for name in names} == {"conv"}
