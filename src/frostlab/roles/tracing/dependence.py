@@ -352,7 +352,11 @@ def mixes_vectors(graph: Graph, node: Node) -> bool:
     result = GradientEdge(node, 0)
     seed = torch.zeros(shape_at(result), dtype=dtype_at(result), device=device_at(result))
     seed[tuple([-1] * seed.ndim)] = 1
-    for grad in gradients(result, graph.activations_of(node), seed):
+    try:
+        grads = gradients(result, graph.activations_of(node), seed)
+    except Exception:  # its backward pass works only in training
+        return False
+    for grad in grads:
         places: Any = [] if grad is None else grad.nonzero().T
         if sum(len(indices.unique()) > 1 for indices in places) > 1:
             return True
