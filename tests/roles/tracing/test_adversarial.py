@@ -158,6 +158,12 @@ def made_weight(self: Layer, x: Tensor) -> Tensor:
     return together((q @ k.transpose(-1, -2)).softmax(-1) @ v)
 
 
+def buffered(self: Layer, x: Tensor) -> Tensor:
+    _, k, v = self.sides(x)
+    q = apart((x @ torch.ones(WIDTH, WIDTH)) * self.scale.flatten()[0])
+    return together((q @ k.transpose(-1, -2)).softmax(-1) @ v)
+
+
 def mean_query(self: Layer, x: Tensor) -> Tensor:
     _, k, v = self.sides(x)
     q = apart(self.a(x).mean(1, keepdim=True))
@@ -265,6 +271,7 @@ REFUSED: dict[str, tuple[Mix, str]] = {
     "squared weights": (squared, "by one another before"),
     "two values": (two_values, "by several values"),
     "a query's weight is computed": (made_weight, "as a product of two computed matrices"),
+    "a query's weight is in a buffer": (buffered, "no parameter, such as a quantised weight"),
     "a query without gradient": (query_without_gradient, "the keys of an attention without grad"),
     "a fused query without gradient": (fused_without_gradient, "the query of an attention without"),
     "a fused key without gradient": (fused_key_without_gradient, "the key of an attention without"),

@@ -107,6 +107,7 @@ class Attentions:
         self._refuse_hidden(unread)
         self._free = self._escaping()
         self._hubs: dict[Node, bool] = {}
+        self._asks: dict[Node, int | None] = {}  # product → which of its operands is the query
         for node, parts in pending:
             self.found += self._fused(node) if parts is None else self._written(node, *parts)
         for attention in self.found:
@@ -283,13 +284,17 @@ class Attentions:
         every: list[dict[str, Side]] = []
         hidden = False
         added: list[Use] = []
+        earlier = self._asks.keys() & scores  # as in residual attention
+        earlier = set() if len(earlier) == len(scores) else earlier
         for product in scores:
             edges = graph.operands(product)
             if edges[0] is None or edges[1] is None:
                 added += (uses := graph.parameters_alone(product))
                 hidden = hidden or not uses
                 continue
-            asks = query_operand(graph, softmax, product)
+            asks = query_operand(graph, softmax, product, [p for p in scores if p is not product])
+            if self._asks.setdefault(product, asks) == asks and product in earlier:
+                continue  # an earlier attention made these scores, and is read there
             if asks is None:
                 raise UnknownArchitecture(
                     f"{self._where(softmax)} does not show which side of its attention is the "
@@ -409,9 +414,13 @@ class Attentions:
             elif graph.is_product(node) and node not in self.core:
                 made = node
         if made is not None and not side.contractions and self._projections(made):
+            how = (
+                "with a matrix that is no parameter, such as a quantised weight in a buffer"
+                if None in graph.operands(made) else "as a product of two computed matrices"
+            )  # fmt: skip
             raise UnknownArchitecture(
-                f"{self._where(made)} computes the {side.role} of an attention as a product of two "
-                "computed matrices, so it is not clear which weights it comes from"
+                f"{self._where(made)} computes the {side.role} of an attention {how}, so it is not "
+                "clear which weights it comes from"
             )
 
     def _is_cross(self, attention: Attention) -> bool:

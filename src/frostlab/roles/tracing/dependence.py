@@ -33,6 +33,7 @@ from frostlab.roles.tracing.trace import Use
 # an alias to a mask for each of its axes: the indices at which there is a gradient.
 Touched = dict[int, tuple[Tensor, ...]]
 Key = tuple[tuple[int, tuple[bytes, ...]], ...]  # a Touched as bytes, for comparisons
+Blocked = Sequence[tuple[Node, Sequence[int]]]  # nodes, and which of their operands
 _MOST_STARTS = 32  # most vectors of a query, key or value from which the search for heads starts
 _TRIES = 8  # most indices of scores that are tried
 _LONG = 16  # along an axis longer than this, only some vectors are examined
@@ -46,14 +47,17 @@ class Group:
     rows: Touched
 
 
-def touched(edge: GradientEdge, uses: Sequence[Use], seed: Tensor | None = None) -> Touched:
+def touched(
+    edge: GradientEdge, uses: Sequence[Use], seed: Tensor | None = None, blocked: Blocked = ()
+) -> Touched:
     """Return on which rows of these parameters the value at an edge depends, along each axis.
 
     With a seed (an upstream gradient), only entries at which it is not zero count.
     """
     seed = _random_seed(edge) if seed is None else seed
     rows = {}
-    for use, grad in zip(uses, gradients(edge, [u.alias for u in uses], seed), strict=True):
+    grads = gradients(edge, [u.alias for u in uses], seed, blocked)
+    for use, grad in zip(uses, grads, strict=True):
         if grad is None:
             continue
         mask = grad.ne(0).cpu()
@@ -66,15 +70,16 @@ def touched(edge: GradientEdge, uses: Sequence[Use], seed: Tensor | None = None)
 
 
 def _touched_outputs(
-    graph: Graph, edge: GradientEdge, contractions: Sequence[Contraction], seed: Tensor
-) -> Touched:
+    graph: Graph, edge: GradientEdge, contractions: Sequence[Contraction], seed: Tensor,
+    blocked: Blocked,
+) -> Touched:  # fmt: skip
     """Do the same as `touched`, but faster: for plain projections, use their outputs' gradients.
 
     Column r of such an output is computed from row r of the weight and of the bias.
     """
     rows: dict[int, tuple[Tensor, ...]] = {}
     outputs = [GradientEdge(contraction.node, 0) for contraction in contractions]
-    grads = gradients(edge, outputs, seed)
+    grads = gradients(edge, outputs, seed, blocked)
     for contraction, grad in zip(contractions, grads, strict=True):
         if grad is None or not (mask := grad.ne(0).any(0)).any():
             continue
@@ -143,11 +148,16 @@ class _Side:
         self.lengths = list(shape_at(edge))  # sizes of all axes but the feature axis
         del self.lengths[feature_axis]
         self._known: dict[tuple[int, ...], Touched] = {}
+        # One projection may lead to another through earlier layers, as a value that is added to
+        # those of later layers does.
+        self.blocked = [_activation(c) for c in contractions] if len(contractions) > 1 else []
 
     def rows(self, seed: Tensor) -> Touched:
         """Return the rows that the vectors with a non-zero seed depend on."""
-        found = _touched_outputs(self.graph, self.edge, self.plain, seed) if self.plain else {}
-        return found | (touched(self.edge, self.uses, seed) if self.uses else {})
+        found: Touched = {}
+        if self.plain:
+            found = _touched_outputs(self.graph, self.edge, self.plain, seed, self.blocked)
+        return found | (touched(self.edge, self.uses, seed, self.blocked) if self.uses else {})
 
     def rows_at(self, place: tuple[int, ...]) -> Touched:
         """Return the rows that one vector depends on."""
@@ -210,6 +220,14 @@ class _Side:
 
     def _rows_of(self, places: Sequence[tuple[int, ...]]) -> set[Key]:
         return {_key(self.rows_at(place)) for place in places}
+
+
+def _activation(contraction: Contraction) -> tuple[Node, list[int]]:
+    """Return the node of a contraction, and which of its operands is the activation."""
+    edge = contraction.activation
+    given = None if edge is None else (edge.node, edge.output_nr)
+    operands = list(contraction.node.next_functions)
+    return contraction.node, [i for i, operand in enumerate(operands) if operand == given]
 
 
 def find_groups(
@@ -290,30 +308,62 @@ def _random_seed(edge: GradientEdge) -> Tensor:
     return seed.to(device_at(edge), dtype_at(edge))
 
 
-def gradients(edge: GradientEdge, inputs: Sequence[Any], seed: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the value at an edge, with `seed` as the upstream gradient."""
-    return torch.autograd.grad([edge], list(inputs), [seed], retain_graph=True, allow_unused=True)
+def gradients(
+    edge: GradientEdge, inputs: Sequence[Any], seed: Tensor, blocked: Blocked = ()
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the value at an edge, with `seed` as the upstream gradient.
+
+    They do not go through the operands at the `blocked` edges, e.g. into the layer before.
+    """
+    handles = [_block(node, operands) for node, operands in blocked]
+    try:
+        return torch.autograd.grad(
+            [edge], list(inputs), [seed], retain_graph=True, allow_unused=True
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _block(node: Node, operands: Sequence[int]) -> Any:
+    """Let no gradient through some operands of a node."""
+
+    def hook(grads: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
+        return tuple(
+            torch.zeros_like(grad) if index in operands and grad is not None else grad
+            for index, grad in enumerate(grads)
+        )
+
+    return node.register_hook(hook)
 
 
 # ---- the query, from the axis of the softmax ----
 
 
-def query_operand(graph: Graph, softmax: Node, product: Node) -> int | None:
+def query_operand(
+    graph: Graph, softmax: Node, product: Node, others: Sequence[Node] = ()
+) -> int | None:
     """Return which operand (0 or 1) of the product that makes scores is the query.
 
     Return None if this cannot be decided.
+
+    Args:
+        others: the other products that are added in the scores, such as one of a later layer.
     """
+    blocked = [(other, (0, 1, 2)) for other in others]
     start = graph.edge(softmax, 0)
     edges = [edge for edge in graph.operands(product) if edge is not None]
     assert start is not None
     shape = shape_at(start)
     axis = saved_axis(softmax, len(shape))
     for place in _places(softmax, shape):
-        same = _unchanged(softmax, start, edges, place, axis)
+        same = _unchanged(softmax, start, edges, place, axis, blocked)
         if same is not None and same[0] != same[1]:
             return 0 if same[0] else 1
         for other in range(len(shape)):  # perhaps scores of two queries and one key
-            same = None if other == axis else _unchanged(softmax, start, edges, place, other)
+            same = (
+                None if other == axis else _unchanged(softmax, start, edges, place, other, blocked)
+            )
             if same is not None and same[0] != same[1]:
                 return 1 if same[0] else 0
     between = {graph.kind(n) for n, _ in graph.after([product], lambda n: n is softmax)}
@@ -378,6 +428,7 @@ def _unchanged(
     edges: list[GradientEdge],
     place: tuple[int, ...],
     axis: int,
+    blocked: Blocked,
 ) -> tuple[bool, bool] | None:
     """Return, for each operand, whether two scores are computed from the same vector of it.
 
@@ -394,7 +445,7 @@ def _unchanged(
     for other in others[:2]:
         seed = torch.zeros(shape_at(start), dtype=dtype_at(start), device=device_at(start))
         seed[(*place[:axis], other, *place[axis + 1 :])] = 1
-        grads = gradients(start, edges, seed)
+        grads = gradients(start, edges, seed, blocked)
         masks = [g.ne(0).any(-1 if i == 0 else -2) for i, g in enumerate(grads) if g is not None]
         if len(masks) < 2 or not all(bool(mask.any()) for mask in masks):
             return None
