@@ -2,7 +2,7 @@
 
 Every time a parameter enters a torch function, it is replaced by a tensor of its own (an alias), so
 that the autograd graph distinguishes the uses of a shared parameter. Statistics of norms are held
-fixed: a norm over all heads would otherwise make every head depend on every row.
+fixed (`norms.py`): a norm over all heads would otherwise make every head depend on every row.
 
 The pass runs on a copy of the model's modules that shares its parameters, so the model keeps its
 weights, buffers, modes and hooks. A second pass of the same inputs can be given parameters with
