@@ -208,3 +208,25 @@ def test_keys_do_not_state_how_many_heads_an_unknown_query_has(mixed: bool) -> N
     model.layers = nn.ModuleList(Grouped(lambda m, q: q.cumsum(-1) if mixed else q) for _ in "ab")
     heads = {part.heads for part in fl.anatomy(model, IDS).select("key")}
     assert heads == {None if mixed else fl.Heads(HEADS, 1, WIDTH // HEADS)}
+
+
+class NormedMean(nn.Module):
+    """A head of a mean over tokens, which is normed, and then has the size of another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.other = nn.Parameter(torch.rand(WIDTH)), nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(1)
+        mean = self.scale * (mean * mean.pow(2).mean(-1, keepdim=True).rsqrt())
+        last, other = self.last(mean), self.other(mean)
+        return last * (other.norm(dim=-1, keepdim=True) / last.norm(dim=-1, keepdim=True))
+
+
+def test_a_mean_may_be_normed_and_a_result_rescaled() -> None:
+    model = Model(lambda m, q: q)
+    model.head = NormedMean()  # type: ignore[assignment]
+    parts = found(model)
+    assert (parts["head.scale"].role, parts["head.last"].role) == ("norm", "head")

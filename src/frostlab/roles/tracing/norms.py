@@ -75,7 +75,8 @@ class Norms:
         self.computed: dict[int, frozenset[int]] = {}
         self._uses = uses  # id of an alias → its `trace.Use`
         self._alive: list[Tensor] = []  # so that no id is used twice
-        self._statistics: dict[Key, Statistic] = {}
+        # A mean of norms is a statistic of the norms, and of what these are norms of.
+        self._statistics: dict[Key, list[Statistic]] = {}
         # tensor → all tensors of which it is a function, entry by entry, besides their statistics
         self._made: dict[Key, frozenset[Key]] = {}
         # tensor → the tensors that it is a scaled or shifted copy of → aliases that scaled it
@@ -103,9 +104,7 @@ class Norms:
         if axes is not None or len(results) != 1 or not step.values:
             return
         (result,) = results
-        if any(key in self._statistics for key in step.keys) and step.held is None:
-            self._combine(step, result)
-            return
+        self._combine(step, result)
         own = frozenset(alias for alias in aliases if self._may_scale(alias, step.values))
         self._follow_function(step, result)
         self._follow_copy(step, result, own)
@@ -123,13 +122,17 @@ class Norms:
         if len(values) != 2 or name not in MULTIPLIES | DIVIDES | SUBTRACTS:
             return None
         for index in (1,) if name in DIVIDES else (1, 0):
-            statistic = self._statistics.get(keys[index])
-            if statistic is None or keys[1 - index] in self._statistics:
-                continue
-            same = statistic.origins & self._copied(keys[1 - index]).keys()
-            if same and _is_aligned(values[index], statistic, values[1 - index]):
+            if self._statistic_of(keys[index], values[index], keys[1 - index], values[1 - index]):
                 return index
         return None
+
+    def _statistic_of(self, key: Key, value: Tensor, other: Key, tensor: Tensor) -> set[Key]:
+        """Return the tensors of which one is a statistic and the other a scaled copy."""
+        copied = self._copied(other).keys()
+        for statistic in self._statistics.get(key, ()):
+            if (shared := statistic.origins & copied) and _is_aligned(value, statistic, tensor):
+                return set(shared)
+        return set()
 
     def _aliases(self, step: Step) -> tuple[frozenset[int], bool]:
         """Return the parameters that a call uses, and whether it uses no other tensor."""
@@ -153,38 +156,34 @@ class Norms:
         return given.numel() > 1 or any(value is given for value in values)
 
     def _reduce(self, value: Tensor, key: Key, axes: Sequence[int], result: Tensor) -> None:
-        before = self._statistics.get(key)  # as in the mean over the channels of their norms
         shape = tuple(value.shape)
-        if before is not None and before.kept != shape:
-            return
         kept = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
         squeezed = tuple(size for axis, size in enumerate(shape) if axis not in axes)
         if tuple(result.shape) in (kept, squeezed):
-            made = self._made.get(key, frozenset([key])) if before is None else before.origins
-            full = shape if before is None else before.full
-            self._statistics[self._key(result)] = Statistic(made, full, kept)
+            made = self._made.get(key, frozenset([key]))
+            earlier = [known for known in self._statistics.get(key, ()) if known.kept == shape]
+            self._statistics[self._key(result)] = [
+                Statistic(made, shape, kept),
+                *(Statistic(known.origins, known.full, kept) for known in earlier),
+            ]
 
     def _combine(self, step: Step, result: Tensor) -> None:
         """Record a value computed from statistics alone, and from single numbers."""
         pairs = list(zip(step.values, step.keys, strict=True))
-        found = [(tuple(v.shape), self._statistics[k]) for v, k in pairs if k in self._statistics]
         if any(v.numel() > 1 for v, k in pairs if k not in self._statistics):
             return
-        shape, first = found[0]
-        origins = frozenset.intersection(*(statistic.origins for _, statistic in found))
-        if not origins or any(statistic.full != first.full for _, statistic in found):
-            return
-        after = self._key(result)
-        if step.name in _EXPANDS and _is_aligned(step.values[0], first, result):
-            whole = tuple(result.shape)
-            self._statistics[after] = Statistic(origins, whole, whole)
-        elif _keeps_order(step):
-            self._statistics[after] = Statistic(origins, first.full, first.kept)
-        elif step.name in _ELEMENTWISE:
-            if all((form, statistic.kept) == (shape, first.kept) for form, statistic in found):
-                self._statistics[after] = Statistic(origins, first.full, first.kept)
-            elif all(form == statistic.kept for form, statistic in found):
-                self._statistics[after] = Statistic(origins, first.full, tuple(result.shape))
+        known = [(tuple(v.shape), self._statistics[k]) for v, k in pairs if k in self._statistics]
+        combined = []
+        for first in known[0][1] if known else ():
+            alike = [(shape, s) for shape, several in known for s in several
+                     if s.full == first.full and s.origins & first.origins]  # fmt: skip
+            origins = frozenset.intersection(*(statistic.origins for _, statistic in alike))
+            if origins and len(alike) == len(known):
+                kept = _combined_shape(step, alike, result)
+                full = tuple(result.shape) if step.name in _EXPANDS else first.full
+                combined += [] if kept is None else [Statistic(origins, full, kept)]
+        if combined:
+            self._statistics[self._key(result)] = combined
 
     def _follow_function(self, step: Step, result: Tensor) -> None:
         """Record a result that is computed entry by entry from one tensor and its statistics."""
@@ -192,9 +191,9 @@ class Norms:
         if step.name not in _ELEMENTWISE and not _keeps_order(step):
             return
         for value, key in zip(step.values, step.keys, strict=True):
-            statistic = self._statistics.get(key)
-            if statistic is not None and _is_aligned(value, statistic, result):
-                made.append(statistic.origins)
+            aligned = [s for s in self._statistics.get(key, ()) if _is_aligned(value, s, result)]
+            if aligned and value.numel() < result.numel():
+                made.append(aligned[0].origins)
             elif value.numel() > 1 and value.numel() == result.numel():
                 made.append(self._made.get(key, frozenset([key])))
             elif value.numel() > 1:
@@ -241,7 +240,10 @@ class Norms:
         elif step.held is not None and step.name not in SUBTRACTS:
             self._normalised.add(after)
             copied = self._copied(step.keys[1 - step.held])
-            shared = self._statistics[step.keys[step.held]].origins & copied.keys()
+            shared = self._statistic_of(
+                step.keys[step.held], step.values[step.held],
+                step.keys[1 - step.held], step.values[1 - step.held],
+            )  # fmt: skip
             before = min((copied[key] for key in shared), key=len)  # what scaled it before
             if before:
                 self.owned |= before
@@ -260,6 +262,23 @@ class Norms:
     def _are_alike(self, shifts: frozenset[int], scales: frozenset[int]) -> bool:
         wanted = {self._uses[alias].alias.shape for alias in scales}
         return bool(shifts) and {self._uses[alias].alias.shape for alias in shifts} <= wanted
+
+
+def _combined_shape(
+    step: Step, found: Sequence[tuple[tuple[int, ...], Statistic]], result: Tensor
+) -> tuple[int, ...] | None:
+    """Return `kept` of a value computed from statistics; None if it is not clear."""
+    shape, first = found[0]
+    if step.name in _EXPANDS:
+        return tuple(result.shape) if _is_aligned(step.values[0], first, result) else None
+    if _keeps_order(step):
+        return first.kept
+    if step.name not in _ELEMENTWISE:
+        return None
+    if all((form, statistic.kept) == (shape, first.kept) for form, statistic in found):
+        return first.kept
+    whole = all(form == statistic.kept for form, statistic in found)
+    return tuple(result.shape) if whole else None
 
 
 def _keeps_order(step: Step) -> bool:

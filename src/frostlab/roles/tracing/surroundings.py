@@ -320,7 +320,7 @@ class Around(Networks):
                 ends.add(bool({"other", "gate"} & known.keys()))
                 return True
             if graph.kind(node) in ("Mul", "Div") and self.attentions.is_hub(node):
-                if self._scales_by_input(node):
+                if self._is_scaled(contraction, node):
                     return False  # such as logits times a mask, or divided by a temperature
                 ends.add(not self.gates(node) or self._activated(contraction.node, node))
                 return True
@@ -333,10 +333,19 @@ class Around(Networks):
             pass
         return ends == {True}
 
-    def _scales_by_input(self, node: Node) -> bool:
-        """Return whether one factor of a product is computed from the model's inputs alone."""
-        edges = [self.graph.edge(node, index) for index in (0, 1)]
-        return any(edge is not None and self.graph.is_given(edge) for edge in edges)
+    def _is_scaled(self, contraction: Contraction, product: Node) -> bool:
+        """Return whether the other factor is a scale: an input of the model, or a smaller one.
+
+        A product of statistics of a projection's result, such as the ratio of two norms, scales.
+        """
+        edges = [self.graph.edge(product, index) for index in (0, 1)]
+        if any(edge is not None and self.graph.is_given(edge) for edge in edges):
+            return True
+        sizes = [0 if edge is None else math.prod(shape_at(edge)) for edge in edges]
+        if max(sizes) < math.prod(shape_at(GradientEdge(contraction.node, 0))):
+            return True
+        larger = edges[0 if sizes[0] > sizes[1] else 1]
+        return sizes[0] != sizes[1] and larger is not None and contraction in self.before(larger)[0]
 
     def _activated(self, start: Node, end: Node) -> bool:
         """Return whether there is an activation function between two nodes."""
