@@ -62,11 +62,18 @@ def with_einsum(layer: Layer, q: Tensor) -> Tensor:
     return layer.scale * q * torch.rsqrt(torch.einsum("btd,btd->bt", q, q) + 1e-6)[..., None]
 
 
+def so_far(layer: Layer, q: Tensor) -> Tensor:
+    """Norm by the mean of squares of all entries up to a token."""
+    count = torch.ones_like(q).sum(-1, keepdim=True).cumsum(1)
+    return layer.scale * q * (q.pow(2).sum(-1, keepdim=True).cumsum(1) / count).rsqrt()
+
+
 NORMS: dict[str, Change] = {
     "axes kept": lambda m, q: m.scale * (q * torch.rsqrt(q.pow(2).mean(-1, keepdim=True) + 1e-6)),
     "axes restored": lambda m, q: m.scale * (q / (q * q).mean(-1).sqrt().unsqueeze(-1)),
     "restored by a view": lambda m, q: q / q.norm(dim=-1).view(*q.shape[:2], 1) * m.scale,
     "with einsum": with_einsum,
+    "cumulative": so_far,
     "variance": lambda m, q: (q - q.mean(2)[..., None]) * q.var(2)[..., None].rsqrt() * m.scale,
     "expanded": lambda m, q: q / q.std(-1, keepdim=True).expand_as(q) * m.scale,
     "another shape": lambda m, q: (

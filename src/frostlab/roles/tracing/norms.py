@@ -39,7 +39,8 @@ _EXPANDS = {"expand", "expand_as", "broadcast_to"}
 _ELEMENTWISE = MULTIPLIES | DIVIDES | ADDS | SUBTRACTS | _CASTS | {
     "pow", "__pow__", "pow_", "square", "sqrt", "rsqrt", "abs", "neg", "__neg__", "reciprocal",
     "clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clip", "maximum", "__rtruediv__",
-    "__rdiv__", "__abs__", "exp", "log", "sqrt_", "rsqrt_", "reciprocal_", "float_power", "relu",
+    "__rdiv__", "cumsum", "__abs__", "exp", "log", "sqrt_", "rsqrt_", "reciprocal_", "float_power",
+    "relu",
 }  # fmt: skip
 _LIKE = {"view_as", "reshape_as", "expand_as", "type_as"}  # only the first tensor has values
 Key = tuple[Any, int]  # a tensor as it was at one time: see `Norms.key`
@@ -159,7 +160,7 @@ class Norms:
         shape = tuple(value.shape)
         kept = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
         squeezed = tuple(size for axis, size in enumerate(shape) if axis not in axes)
-        if tuple(result.shape) in (kept, squeezed):
+        if value.requires_grad and tuple(result.shape) in (kept, squeezed):
             made = self._made.get(key, frozenset([key]))
             earlier = [known for known in self._statistics.get(key, ()) if known.kept == shape]
             self._statistics[self._key(result)] = [
@@ -168,9 +169,10 @@ class Norms:
             ]
 
     def _combine(self, step: Step, result: Tensor) -> None:
-        """Record a value computed from statistics alone, and from single numbers."""
+        """Record a value computed from statistics alone, and from constants such as counts."""
         pairs = list(zip(step.values, step.keys, strict=True))
-        if any(v.numel() > 1 for v, k in pairs if k not in self._statistics):
+        constants = [v for v, k in pairs if k not in self._statistics and v.numel() != 1]
+        if any(value.requires_grad for value in constants):
             return
         known = [(tuple(v.shape), self._statistics[k]) for v, k in pairs if k in self._statistics]
         combined = []
@@ -181,6 +183,8 @@ class Norms:
             if origins and len(alike) == len(known):
                 kept = _combined_shape(step, alike, result)
                 full = tuple(result.shape) if step.name in _EXPANDS else first.full
+                if constants and kept != tuple(result.shape):
+                    continue
                 combined += [] if kept is None else [Statistic(origins, full, kept)]
         if combined:
             self._statistics[self._key(result)] = combined
@@ -188,15 +192,15 @@ class Norms:
     def _follow_function(self, step: Step, result: Tensor) -> None:
         """Record a result that is computed entry by entry from one tensor and its statistics."""
         made: list[frozenset[Key]] = []
-        if step.name not in _ELEMENTWISE and not _keeps_order(step):
+        if step.name not in _ELEMENTWISE - {"cumsum"} and not _keeps_order(step):
             return
         for value, key in zip(step.values, step.keys, strict=True):
             aligned = [s for s in self._statistics.get(key, ()) if _is_aligned(value, s, result)]
             if aligned and value.numel() < result.numel():
                 made.append(aligned[0].origins)
-            elif value.numel() > 1 and value.numel() == result.numel():
+            elif value.numel() != 1 and value.numel() == result.numel() and value.requires_grad:
                 made.append(self._made.get(key, frozenset([key])))
-            elif value.numel() > 1:
+            elif value.numel() != 1 and value.requires_grad:
                 return
         if made and (common := frozenset.intersection(*made)):
             after = self._key(result)

@@ -336,14 +336,14 @@ class Around(Networks):
     def _is_scaled(self, contraction: Contraction, product: Node) -> bool:
         """Return whether the other factor is a scale: an input of the model, or a smaller one.
 
-        A product of statistics of a projection's result, such as the ratio of two norms, scales.
+        A product of numbers, such as the ratio of the norms of two vectors, scales one of them.
         """
         edges = [self.graph.edge(product, index) for index in (0, 1)]
         if any(edge is not None and self.graph.is_given(edge) for edge in edges):
             return True
         sizes = [0 if edge is None else math.prod(shape_at(edge)) for edge in edges]
-        if max(sizes) < math.prod(shape_at(GradientEdge(contraction.node, 0))):
-            return True
+        if all(edge is not None and shape_at(edge)[-1:] == (1,) for edge in edges):
+            return shape_at(GradientEdge(contraction.node, 0))[-1] > 1
         larger = edges[0 if sizes[0] > sizes[1] else 1]
         return sizes[0] != sizes[1] and larger is not None and contraction in self.before(larger)[0]
 
