@@ -237,3 +237,23 @@ def test_a_mean_may_be_normed_and_a_result_rescaled() -> None:
     model.head = NormedMean()  # type: ignore[assignment]
     parts = found(model)
     assert (parts["head.scale"].role, parts["head.last"].role) == ("norm", "head")
+
+
+class OfFunction(torch.autograd.Function):
+    """A norm with its scale; the gradient through the statistic is left out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return scale * (x * x.pow(2).mean(-1, keepdim=True).rsqrt())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, scale = ctx.saved_tensors
+        return grad * scale, (grad * x).flatten(0, -2).sum(0)
+
+
+def test_the_scale_of_a_norm_in_a_function_of_autograd() -> None:
+    parts = found(Model(lambda m, q: OfFunction.apply(q, m.scale)))
+    assert parts["scale"].role == "norm"
+    assert parts["q"].heads == fl.Heads(HEADS, HEADS, WIDTH // HEADS)

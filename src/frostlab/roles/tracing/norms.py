@@ -82,6 +82,7 @@ class Norms:
         self._made: dict[Key, frozenset[Key]] = {}
         # tensor → the tensors that it is a scaled or shifted copy of → aliases that scaled it
         self._copies: dict[Key, dict[Key, frozenset[int]]] = {}
+        self._live: set[Key] = set()  # computed from no constants alone, perhaps without gradients
         self._normalised: set[Key] = set()
         self._scaled: dict[Key, frozenset[int]] = {}  # normalised value → aliases that scale it
 
@@ -94,6 +95,9 @@ class Norms:
     def follow(self, step: Step, results: Sequence[Tensor]) -> None:
         """Record which results are statistics, normalised, or computed from parameters alone."""
         self._alive += [*step.values, *results]
+        made = not step.name.endswith("_like") and not step.name.startswith("new_")
+        if made and any(map(self._varies, step.values, step.keys)):
+            self._live |= {self._key(result) for result in results}
         aliases, alone = self._aliases(step)
         if alone and aliases:
             for result in results:
@@ -111,6 +115,10 @@ class Norms:
         self._follow_copy(step, result, own)
         if not (alone and aliases):
             self._follow_norm(step, result, own)
+
+    def _varies(self, value: Tensor, key: Key) -> bool:
+        """Return whether a tensor is no constant, as far as gradients and earlier calls show."""
+        return value.requires_grad or key in self._live
 
     def _key(self, value: Tensor) -> Key:
         use = self._uses.get(id(value))
@@ -160,7 +168,7 @@ class Norms:
         shape = tuple(value.shape)
         kept = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
         squeezed = tuple(size for axis, size in enumerate(shape) if axis not in axes)
-        if value.requires_grad and tuple(result.shape) in (kept, squeezed):
+        if self._varies(value, key) and tuple(result.shape) in (kept, squeezed):
             made = self._made.get(key, frozenset([key]))
             earlier = [known for known in self._statistics.get(key, ()) if known.kept == shape]
             self._statistics[self._key(result)] = [
@@ -171,8 +179,8 @@ class Norms:
     def _combine(self, step: Step, result: Tensor) -> None:
         """Record a value computed from statistics alone, and from constants such as counts."""
         pairs = list(zip(step.values, step.keys, strict=True))
-        constants = [v for v, k in pairs if k not in self._statistics and v.numel() != 1]
-        if any(value.requires_grad for value in constants):
+        constants = [(v, k) for v, k in pairs if k not in self._statistics and v.numel() != 1]
+        if any(self._varies(value, key) for value, key in constants):
             return
         known = [(tuple(v.shape), self._statistics[k]) for v, k in pairs if k in self._statistics]
         combined = []
@@ -198,10 +206,10 @@ class Norms:
             aligned = [s for s in self._statistics.get(key, ()) if _is_aligned(value, s, result)]
             if aligned and value.numel() < result.numel():
                 made.append(aligned[0].origins)
-            elif value.numel() != 1 and value.numel() == result.numel() and value.requires_grad:
+            elif value.numel() != 1 and self._varies(value, key):
+                if value.numel() != result.numel():
+                    return
                 made.append(self._made.get(key, frozenset([key])))
-            elif value.numel() != 1 and value.requires_grad:
-                return
         if made and (common := frozenset.intersection(*made)):
             after = self._key(result)
             self._made[after] = common | {after}
