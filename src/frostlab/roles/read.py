@@ -178,7 +178,8 @@ def _found(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
     """
     modules = [m for m in model.modules() if not type(m).__module__.startswith(_LIBRARIES)]
     shapes = [(slot.name, slot.shape) for slot in slots]
-    key = _digest(shapes, [(_number(type(m)), _number(m.forward)) for m in modules])
+    empty = any(parameter.is_meta for parameter in model.parameters())  # then a copy is read
+    key = _digest(shapes, empty, [(_number(type(m)), _number(m.forward)) for m in modules])
     kept = _FOUND.get(model)
     if batch is None and kept is not None and kept[0] == key:
         return kept[1]

@@ -158,15 +158,54 @@ def made_weight(self: Layer, x: Tensor) -> Tensor:
     return together((q @ k.transpose(-1, -2)).softmax(-1) @ v)
 
 
+def buffered(self: Layer, x: Tensor) -> Tensor:
+    _, k, v = self.sides(x)
+    q = apart((x @ torch.ones(WIDTH, WIDTH)) * self.scale.flatten()[0])
+    return together((q @ k.transpose(-1, -2)).softmax(-1) @ v)
+
+
 def mean_query(self: Layer, x: Tensor) -> Tensor:
     _, k, v = self.sides(x)
     q = apart(self.a(x).mean(1, keepdim=True))
     return together((q @ k.transpose(-1, -2)).softmax(-1) @ v).expand_as(x)
 
 
+def fused_mean_query(self: Layer, x: Tensor) -> Tensor:
+    _, k, v = self.sides(x)
+    q = apart(self.a(x).mean(1, keepdim=True))
+    return together(F.scaled_dot_product_attention(q, k, v)).expand_as(x)
+
+
 def query_without_gradient(self: Layer, x: Tensor) -> Tensor:
     q, k, v = self.sides(x)
     return together((q.detach() @ k.transpose(-1, -2)).softmax(-1) @ v)
+
+
+def fused_without_gradient(self: Layer, x: Tensor) -> Tensor:
+    q, k, v = self.sides(x)
+    return together(F.scaled_dot_product_attention(q.detach(), k, v))
+
+
+def fused_key_without_gradient(self: Layer, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        k = apart(x @ self.b.weight.T)
+    q, _, v = self.sides(x)
+    return together(F.scaled_dot_product_attention(q, k, v))
+
+
+def fused_value_without_gradient(self: Layer, x: Tensor) -> Tensor:
+    q, k, v = self.sides(x)
+    return together(F.scaled_dot_product_attention(q, k, v.detach()))
+
+
+def keys_in_query(self: Layer, x: Tensor) -> Tensor:
+    q, k, v = self.sides(x)
+    return together(F.scaled_dot_product_attention(q + k.mean(2, keepdim=True), k, v))
+
+
+def keys_in_value(self: Layer, x: Tensor) -> Tensor:
+    q, k, v = self.sides(x)
+    return together(F.scaled_dot_product_attention(q, k, v * k.mean(2, keepdim=True)))
 
 
 @torch.no_grad()
@@ -197,6 +236,26 @@ def hidden(self: Layer, x: Tensor) -> Tensor:
     return together(Hidden.apply(*self.sides(x)))
 
 
+class Packed(torch.autograd.Function):
+    """An attention of one tensor that holds query, key and value."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.packed = packed.detach().requires_grad_()
+            ctx.result = F.scaled_dot_product_attention(*ctx.packed.unbind(0))
+        return ctx.result.detach()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return torch.autograd.grad(ctx.result, ctx.packed, grad, retain_graph=True)[0]
+
+
+def packed(self: Layer, x: Tensor) -> Tensor:
+    joined = torch.cat([self.a.weight, self.b.weight, self.c.weight])
+    return together(Packed.apply(torch.stack([apart(y) for y in (x @ joined.T).chunk(3, -1)])))
+
+
 REFUSED: dict[str, tuple[Mix, str]] = {
     "a softmax over the queries": (over_queries, "sums the values along another"),
     "values by hand": (values_by_hand, "softmax over pairs of vectors"),
@@ -212,11 +271,17 @@ REFUSED: dict[str, tuple[Mix, str]] = {
     "squared weights": (squared, "by one another before"),
     "two values": (two_values, "by several values"),
     "a query's weight is computed": (made_weight, "as a product of two computed matrices"),
-    "a mean of queries": (mean_query, "without gradients, or as a mean"),
-    "a query without gradient": (query_without_gradient, "without gradients, or as a mean"),
+    "a query's weight is in a buffer": (buffered, "no parameter, such as a quantised weight"),
+    "a query without gradient": (query_without_gradient, "the keys of an attention without grad"),
+    "a fused query without gradient": (fused_without_gradient, "the query of an attention without"),
+    "a fused key without gradient": (fused_key_without_gradient, "the key of an attention without"),
+    "a fused value without gradient": (fused_value_without_gradient, "the value of an attention w"),
+    "a mean of keys in the query": (keys_in_query, "layers.1.b.weight is query and key at once"),
+    "a mean of keys in the value": (keys_in_value, "layers.1.b.weight is key and value at once"),
     "nothing has a gradient": (without_gradient, "layers.1.a.weight is used, but the outputs"),
     "keys of values": (key_of_values, "layers.1.c.weight is key and value at once"),
     "an autograd function": (hidden, "calls Hidden with three activations"),
+    "an autograd function of one input": (packed, "calls Packed to mix vectors"),
 }
 
 
@@ -263,7 +328,7 @@ def learned_query(self: Layer, x: Tensor) -> Tensor:
     return together((q @ k.transpose(-1, -2)).softmax(-1) @ v)
 
 
-@pytest.mark.parametrize("mix", [turned, cosine, learned_query])
+@pytest.mark.parametrize("mix", [turned, cosine, learned_query, mean_query, fused_mean_query])
 def test_other_forms_are_read(mix: Mix) -> None:
     parts = found(made(mix))
     assert [parts[name].role for name in "abco"] == ["query", "key", "value", "output"]

@@ -1,10 +1,14 @@
 """A small copy has every kind of layer of the original and the same attention."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModel
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 
+import frostlab as fl
+from blocks import IDS, WIDTH, Block, Mix
 from cases import slow_unless
 from frostlab.roles.tracing.inputs import candidate_inputs
 from frostlab.roles.tracing.small import LARGEST, Small, small_copy
@@ -91,3 +95,89 @@ def test_the_config_of_the_original_stays() -> None:
 
 def test_a_model_without_a_config_has_no_copy() -> None:
     assert small_copy(nn.Linear(2, 2)) is None
+
+
+class Numbered(Mix):
+    """An attention that may exchange query and key by its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.exchanges():
+            self.q, self.k = self.k, self.q
+        mixed = super().forward(x)
+        if self.exchanges():
+            self.q, self.k = self.k, self.q
+        return mixed
+
+    def exchanges(self) -> bool:
+        return False
+
+
+class Exchanging(Numbered):
+    def exchanges(self) -> bool:
+        return self.number >= 3
+
+
+class Counting(Numbered):
+    """The number only scales, and chooses an entry of a cache."""
+
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+        if cache is not None:
+            cache.update(x, self.number)
+        return super().forward(x) / float(self.number + 1)
+
+
+class Config(PretrainedConfig):
+    model_type = "numbered"
+
+    def __init__(self, num_hidden_layers: int = 6, **others: Any) -> None:
+        super().__init__(**others)
+        self.num_hidden_layers = num_hidden_layers
+
+
+class OfNumbers(PreTrainedModel):
+    config_class = Config
+    kind: type[Numbered] = Exchanging
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.embed = nn.Embedding(50, WIDTH)
+        self.layers = nn.ModuleList(
+            Block(self.kind(i)) for i in range(config.num_hidden_layers)
+        )  # fmt: skip
+        self.post_init()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x: Tensor = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class OfCounts(OfNumbers):
+    kind = Counting
+
+
+def test_layers_that_differ_by_their_number_are_all_in_the_copy() -> None:
+    with torch.device("meta"):
+        model, other = OfNumbers(Config()), OfCounts(Config())
+    assert len(made(model).model.layers) == 6  # type: ignore[arg-type]
+    assert len(made(other).model.layers) == 2  # type: ignore[arg-type]
+    for exchanging in (model, OfNumbers(Config())):
+        with pytest.raises(fl.UnknownArchitecture, match=r"0.mix.q\S+ is query, but \S+3.mix.q"):
+            fl.anatomy(exchanging)
+
+
+def test_evidence_of_a_copy_is_not_kept_for_a_model_with_values() -> None:
+    with torch.device("meta"):
+        model = OfCounts(Config())
+    assert fl.anatomy(model).evidence.copied
+    model = model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    assert not fl.anatomy(model).evidence.copied
+    assert not fl.anatomy(OfCounts(Config()), None).evidence.copied
+    assert not fl.anatomy(model, IDS).evidence.copied

@@ -212,3 +212,147 @@ class Probabilities(Model):
 
 def test_a_head_of_probabilities_is_still_the_head() -> None:
     assert roles(Probabilities())["head"] == "head"
+
+
+class Scaled(Model):
+    """The logits are multiplied by a mask, or divided by a temperature, that is given."""
+
+    def forward(self, ids: Tensor, mask: Tensor, temperature: Tensor) -> Any:
+        return super().forward(ids) * mask[..., None] / temperature
+
+
+def test_a_head_whose_logits_are_scaled_by_inputs_is_still_the_head() -> None:
+    batch = (IDS, torch.ones(IDS.shape), torch.tensor(2.0))
+    assert roles(Scaled(), batch)["head"] == "head"
+
+
+class Residual(nn.Module):
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, WIDTH, 3, padding=1)
+        self.shortcut = nn.Conv2d(inputs, WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shortcut(x) + F.silu(self.conv(x))
+
+
+class UNet(nn.Module):
+    """Residual blocks before and after an attention; the last one takes results of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.down, self.up = Residual(3), Residual(WIDTH), Residual(2 * WIDTH)
+        self.mix, self.last = Mix(), nn.Conv2d(WIDTH, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = self.down(self.first(x))
+        late = early + self.mix(early.flatten(2).mT).mT.view_as(early)
+        return self.last(self.up(torch.cat([late, early], 1)))
+
+
+def test_the_shortcut_of_the_last_block_is_a_convolution_as_in_the_others() -> None:
+    said = roles(UNet(), torch.randn(2, 3, 4, 4))
+    names = [f"{block}.{name}" for block in ("down", "up") for name in ("conv", "shortcut")]
+    assert {said[name] for name in names} == {"conv"}
+
+
+# ---- attentions that use something of an earlier one ----
+
+
+class Kept(Block):
+    """A block that adds something of the first block, such as its values or its scores."""
+
+    def forward(self, x: Tensor, earlier: Any = None) -> Any:
+        y = self.n1(x)
+        mixed, kept = self.attended(
+            [apart(p(y)) for p in (self.mix.q, self.mix.k, self.mix.v)], earlier
+        )
+        x = x + self.mix.o(mixed.transpose(1, 2).flatten(2))
+        return x + self.network(self.n2(x)), kept
+
+    def attended(self, sides: list[Tensor], earlier: Any) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class WithValues(Kept):
+    def attended(self, sides: list[Tensor], earlier: Any) -> tuple[Tensor, Tensor]:
+        q, k, v = sides
+        v = v if earlier is None else (v + earlier) / 2
+        return F.scaled_dot_product_attention(q, k, v), v
+
+
+class WithScores(Kept):
+    def attended(self, sides: list[Tensor], earlier: Any) -> tuple[Tensor, Tensor]:
+        q, k, v = sides
+        scores = q @ k.mT if earlier is None else q @ k.mT + earlier
+        return scores.softmax(-1) @ v, scores
+
+
+class WithTurnedScores(Kept):
+    def attended(self, sides: list[Tensor], earlier: Any) -> tuple[Tensor, Tensor]:
+        q, k, v = sides
+        scores = q @ k.mT if earlier is None else q @ k.mT + earlier.mT
+        return scores.softmax(-1) @ v, scores
+
+
+class Keeping(Model):
+    def __init__(self, kind: type[Kept]) -> None:
+        super().__init__(kind)
+        self.blocks.append(kind())
+
+    def forward(self, ids: Tensor) -> Any:
+        x, kept = self.embed(ids), None
+        for block in self.blocks:
+            x, kept = block(x, kept)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", [WithValues, WithScores])
+def test_values_or_scores_of_an_earlier_layer_may_be_added(kind: type[Kept]) -> None:
+    parts = {part.name: part for part in fl.anatomy(Keeping(kind), IDS).parts}
+    for i in range(len(Keeping(kind).blocks)):
+        for name, role in zip("qkvo", ("query", "key", "value", "output"), strict=True):
+            part = parts[f"blocks.{i}.mix.{name}.weight"]
+            assert (part.role, part.layers) == (role, (i,))
+            assert name == "o" or part.heads == fl.Heads(HEADS, HEADS, SIZE)
+
+
+def test_turned_scores_of_an_earlier_layer_are_refused() -> None:
+    with pytest.raises(fl.UnknownArchitecture, match="is query and key at once"):
+        fl.anatomy(Keeping(WithTurnedScores), IDS)
+
+
+class Pooling(nn.Module):
+    """An attention of a Set Transformer: its queries are added to its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.norm, self.last = Mix(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        q = self.mix.q(x)
+        x = q + attend(apart(q), apart(self.mix.k(y)), apart(self.mix.v(y)))
+        return self.norm(x + self.last(x).relu())
+
+
+class Induced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.points, self.first, self.second = (
+            nn.Parameter(torch.rand(3, WIDTH)),
+            Pooling(),
+            Pooling(),
+        )
+        self.embed, self.head = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return self.head(self.second(x, self.first(self.points.expand(len(x), -1, -1), x)))
+
+
+def test_queries_that_are_added_to_the_result() -> None:
+    said = roles(Induced(), torch.randn(2, 9, 5))
+    for part in ("first", "second"):
+        assert [said[f"{part}.mix.{name}"] for name in "qkv"] == ["query", "key", "value"]

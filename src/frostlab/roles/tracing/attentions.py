@@ -15,13 +15,18 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from frostlab.errors import UnknownArchitecture
-from frostlab.roles.tracing.dependence import Group, find_groups, touched
-from frostlab.roles.tracing.directions import query_operand, sums_along
-from frostlab.roles.tracing.graph import Contraction, Graph, Node, shape_at
+from frostlab.roles.tracing.dependence import (
+    Group,
+    find_groups,
+    mixes_vectors,
+    query_operand,
+    sums_along,
+    touched,
+)
+from frostlab.roles.tracing.graph import CHECKPOINT, Contraction, Graph, Node, shape_at
 from frostlab.roles.tracing.trace import Use
 
 SIDES = ("query", "key", "value")
-_DISTANCES = ("Cdist", "EuclideanDist")
 _DEPTH = 3  # longest chain of projections that is followed back from a side
 # Operations that may stand between a softmax and its product with the values, if only one of their
 # inputs is an activation.
@@ -102,6 +107,7 @@ class Attentions:
         self._refuse_hidden(unread)
         self._free = self._escaping()
         self._hubs: dict[Node, bool] = {}
+        self._asks: dict[Node, int | None] = {}  # product → which of its operands is the query
         for node, parts in pending:
             self.found += self._fused(node) if parts is None else self._written(node, *parts)
         for attention in self.found:
@@ -120,11 +126,14 @@ class Attentions:
         """Raise an error for an attention in a form that cannot be read."""
         graph = self.graph
         for node in graph.order:
-            if graph.is_custom(node) and self.graph.activations(node) == len(SIDES):
-                raise UnknownArchitecture(
-                    f"{self._where(node)} calls {graph.kind(node)} with three activations: it may "
-                    "be an attention, but what it does with them is not seen"
-                )
+            if graph.is_custom(node) and graph.kind(node) != CHECKPOINT:
+                inputs = graph.activations(node)
+                if inputs == len(SIDES) or (inputs and mixes_vectors(graph, node)):
+                    how = "with three activations" if inputs == len(SIDES) else "to mix vectors"
+                    raise UnknownArchitecture(
+                        f"{self._where(node)} calls {graph.kind(node)} {how}: it may be an "
+                        "attention, but what it does with them is not seen"
+                    )
             if graph.kind(node) == "Exp" and self._value_products(node):
                 scores = [p for p in self._scores(node) if None not in graph.operands(p)]
                 if scores:
@@ -135,7 +144,7 @@ class Attentions:
                     )
         for node in softmaxes:
             weighs = bool(self._value_products(node)) or self._weighs_mixed(node)
-            if self._weighs_pairs(node, weighs) and (weighs or self._meets_others(node)):
+            if self._weighs_pairs(node, weighs) and (weighs or graph.meets_others(node)):
                 raise UnknownArchitecture(
                     f"{self._where(node)} has a softmax over pairs of vectors that is not an "
                     "attention in a form that can be read (a matrix product of queries and keys, "
@@ -186,35 +195,13 @@ class Attentions:
             for edge in starts:
                 for node, stopped in graph.before(edge, stop):
                     known = node in self.core or node in self.weighing
-                    if self._pairs(node) or (graph.is_product(node) and not known):
+                    if graph.is_of_pairs(node) or (graph.is_product(node) and not known):
                         return True
                     contraction = graph.contraction(node) if stopped else None
                     if contraction is not None and contraction.activation is not None:
                         behind.append(contraction.activation)
             starts = behind
         return False
-
-    def _pairs(self, node: Node) -> bool:
-        """Return whether a node combines every vector of one activation with each of another."""
-        graph = self.graph
-        if graph.kind(node) in _DISTANCES:
-            return True
-        if graph.kind(node) not in ("Mul", "Add", "Sub") or self.graph.activations(node) < 2:
-            return False
-        edges = [graph.edge(node, index) for index in (0, 1)]
-        shapes = [shape_at(edge) for edge in edges if edge is not None]
-        if len(shapes) < 2 or len(shapes[0]) != len(shapes[1]):
-            return False
-        sizes = list(zip(*shapes, strict=True))
-        return any(a == 1 < b for a, b in sizes) and any(b == 1 < a for a, b in sizes)
-
-    def _meets_others(self, softmax: Node) -> bool:
-        """Return whether anything after a softmax uses a second activation or a weight."""
-        graph = self.graph
-        return any(
-            self.graph.activations(node) > 1 or graph.contraction(node) is not None
-            for node, _ in graph.after([softmax], lambda n: False)
-        )
 
     def _escaping(self) -> dict[Node, bool]:
         """Return node → whether its value reaches an output without passing through `self.core`."""
@@ -280,6 +267,11 @@ class Attentions:
             edge = self.graph.edge(node, index)
             if edge is not None:
                 sides[role] = Side(role, edge, index, len(shape_at(edge)) - 1)
+            elif role != "value" or self.graph.without_history() - self.graph.reached():
+                raise UnknownArchitecture(
+                    f"{self._where(node)} computes the {role} of an attention without gradients, "
+                    "so it is not clear which weights it comes from"
+                )
         return [Attention(sides, node, node._sequence_nr(), node)]
 
     def _written(
@@ -292,13 +284,17 @@ class Attentions:
         every: list[dict[str, Side]] = []
         hidden = False
         added: list[Use] = []
+        earlier = self._asks.keys() & scores  # as in residual attention
+        earlier = set() if len(earlier) == len(scores) else earlier
         for product in scores:
             edges = graph.operands(product)
             if edges[0] is None or edges[1] is None:
                 added += (uses := graph.parameters_alone(product))
                 hidden = hidden or not uses
                 continue
-            asks = query_operand(graph, softmax, product)
+            asks = query_operand(graph, softmax, product, [p for p in scores if p is not product])
+            if self._asks.setdefault(product, asks) == asks and product in earlier:
+                continue  # an earlier attention made these scores, and is read there
             if asks is None:
                 raise UnknownArchitecture(
                     f"{self._where(softmax)} does not show which side of its attention is the "
@@ -325,7 +321,7 @@ class Attentions:
         if not whole and hidden:
             raise UnknownArchitecture(
                 f"{self._where(softmax)} computes the queries or the keys of an attention without "
-                "gradients, or as a mean, so it is not clear which weights they come from"
+                "gradients, so it is not clear which weights they come from"
             )
         if not whole:
             return []
@@ -418,9 +414,13 @@ class Attentions:
             elif graph.is_product(node) and node not in self.core:
                 made = node
         if made is not None and not side.contractions and self._projections(made):
+            how = (
+                "with a matrix that is no parameter, such as a quantised weight in a buffer"
+                if None in graph.operands(made) else "as a product of two computed matrices"
+            )  # fmt: skip
             raise UnknownArchitecture(
-                f"{self._where(made)} computes the {side.role} of an attention as a product of two "
-                "computed matrices, so it is not clear which weights it comes from"
+                f"{self._where(made)} computes the {side.role} of an attention {how}, so it is not "
+                "clear which weights it comes from"
             )
 
     def _is_cross(self, attention: Attention) -> bool:

@@ -14,7 +14,7 @@ from frostlab.errors import UnknownArchitecture
 from frostlab.roles.parts import Heads, Rows
 from frostlab.roles.tracing.attentions import Attention, Attentions
 from frostlab.roles.tracing.dependence import Group, is_plain, output_axis
-from frostlab.roles.tracing.graph import Contraction, Graph
+from frostlab.roles.tracing.graph import Contraction, Graph, shape_at
 from frostlab.roles.tracing.trace import Use
 
 
@@ -35,6 +35,7 @@ class Claim:
     head: int | None  # None: all heads, as in the first of two low-rank projections
     axes: tuple[Tensor, ...]  # for each axis of the parameter, a mask of the claimed indices
     axis: int | None = None  # which axis has the rows, if the projection shows it
+    entries: int = 0  # number of entries of a head's vector; 0: of no head
 
 
 @dataclass
@@ -103,6 +104,7 @@ def _claims_of(graph: Graph, attention: Attention) -> Iterable[tuple[Use, Claim]
         projected |= {id(use.alias) for use in side.bare if is_bias(graph, use, side.contractions)}
         plain = [c for c in projections if is_plain(graph, c)]
         row_axes = {id(c.weights[0].alias): output_axis(graph, c) for c in plain}
+        entries = shape_at(side.edge)[side.feature_axis]
         for head, group in enumerate(side.groups):
             for alias, axes in group.rows.items():
                 if alias not in projected or alias in graph.trace.norms:
@@ -119,7 +121,8 @@ def _claims_of(graph: Graph, attention: Attention) -> Iterable[tuple[Use, Claim]
                     if whole or not all(bool(a.any()) for a in axes):
                         continue
                 number = None if across else head
-                yield uses[alias], Claim(role, attention.place, number, axes, row_axes.get(alias))
+                axis = row_axes.get(alias)
+                yield uses[alias], Claim(role, attention.place, number, axes, axis, entries)
 
 
 def _crosses_heads(attention: Attention) -> bool:
@@ -190,7 +193,10 @@ def _combined(claims: list[Claim], name: str, default: int) -> Finding:
         # If claims differ along two axes, such as experts and heads, heads are not distinguished.
         partitions = _partitions(role, by_head) if len(divided) < 2 else []
         heads = {_heads(parts, rows) for parts in partitions}
-        if _lie_elsewhere([claim for claim in claims if claim.role == role], axis):
+        own = [claim for claim in claims if claim.role == role]
+        # An operation that mixes heads, such as an unknown norm, makes each depend on more rows.
+        mixed = any(found.size > claim.entries > 0 for found in heads if found for claim in own)
+        if mixed or _lie_elsewhere(own, axis):
             heads = set()
         if len(heads) == 1 and (found := heads.pop()) is not None:
             finding.heads[role] = found
@@ -267,21 +273,36 @@ def _roles_lie_apart(claims: list[Claim], axis: int) -> bool:
 
 
 def _share_head_counts(findings: dict[int, Finding]) -> None:
-    """Complete the `Heads` of query, key and value with the head counts of one another."""
+    """Complete the `Heads` of query, key and value with the head counts of one another.
+
+    If the heads of a query are not known, there may be more than those of its keys: if the numbers
+    of rows differ, the heads of the keys are not stated either.
+    """
     counts: dict[int, dict[str, int]] = {}
+    unknown: dict[int, set[int]] = {}  # place → numbers of rows of queries without heads
+    asking = [finding for finding in findings.values() if "query" in finding.roles]
+    known = {p for finding in asking if "query" in finding.heads for p in finding.attentions}
+    for finding in asking:
+        for place in finding.attentions - known:
+            unknown.setdefault(place, set()).add(int(finding.roles["query"].sum()))
+    for finding in findings.values():
+        for role in {"key", "value"} & finding.heads.keys():
+            rows = {int(finding.roles[role].sum())}
+            if any(unknown.get(place, rows) != rows for place in finding.attentions):
+                del finding.heads[role]
     for finding in findings.values():
         for role, heads in finding.heads.items():
             for place in finding.attentions:
-                known = counts.setdefault(place, {})
-                known[role] = max(known.get(role, 0), heads.count)
+                of_place = counts.setdefault(place, {})
+                of_place[role] = max(of_place.get(role, 0), heads.count)
     for finding in findings.values():
         for role, heads in finding.heads.items():
-            known = counts[min(finding.attentions)]
+            counted = counts[min(finding.attentions)]
             if role == "query":
-                finding.heads[role] = replace(heads, kv=known.get("key", heads.kv))
+                finding.heads[role] = replace(heads, kv=counted.get("key", heads.kv))
             else:
                 finding.heads[role] = replace(
-                    heads, count=known.get("query", heads.count), kv=heads.count
+                    heads, count=counted.get("query", heads.count), kv=heads.count
                 )
 
 

@@ -2,6 +2,10 @@
 
 The gradient of one vector, such as the query of one head at one token, is non-zero exactly on the
 rows of the weights that it is computed from. Vectors with the same rows form a head.
+
+The query is found in the same way. A softmax runs along the keys, so two scores whose indices
+differ only along its axis depend on one query and two keys. The product with the values sums along
+the same axis.
 """
 
 import math
@@ -14,14 +18,24 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from frostlab.errors import UnknownArchitecture
-from frostlab.roles.tracing.graph import Contraction, Graph, device_at, dtype_at, shape_at
+from frostlab.roles.tracing.graph import (
+    Contraction,
+    Graph,
+    Node,
+    device_at,
+    dtype_at,
+    saved_axis,
+    shape_at,
+)
 from frostlab.roles.tracing.trace import Use
 
 # An alias is a tensor that stands for one use of a parameter (`Use.alias`). Touched maps the id of
 # an alias to a mask for each of its axes: the indices at which there is a gradient.
 Touched = dict[int, tuple[Tensor, ...]]
 Key = tuple[tuple[int, tuple[bytes, ...]], ...]  # a Touched as bytes, for comparisons
+Blocked = Sequence[tuple[Node, Sequence[int]]]  # nodes, and which of their operands
 _MOST_STARTS = 32  # most vectors of a query, key or value from which the search for heads starts
+_TRIES = 8  # most indices of scores that are tried
 _LONG = 16  # along an axis longer than this, only some vectors are examined
 
 
@@ -33,14 +47,17 @@ class Group:
     rows: Touched
 
 
-def touched(edge: GradientEdge, uses: Sequence[Use], seed: Tensor | None = None) -> Touched:
+def touched(
+    edge: GradientEdge, uses: Sequence[Use], seed: Tensor | None = None, blocked: Blocked = ()
+) -> Touched:
     """Return on which rows of these parameters the value at an edge depends, along each axis.
 
     With a seed (an upstream gradient), only entries at which it is not zero count.
     """
     seed = _random_seed(edge) if seed is None else seed
     rows = {}
-    for use, grad in zip(uses, gradients(edge, [u.alias for u in uses], seed), strict=True):
+    grads = gradients(edge, [u.alias for u in uses], seed, blocked)
+    for use, grad in zip(uses, grads, strict=True):
         if grad is None:
             continue
         mask = grad.ne(0).cpu()
@@ -53,15 +70,16 @@ def touched(edge: GradientEdge, uses: Sequence[Use], seed: Tensor | None = None)
 
 
 def _touched_outputs(
-    graph: Graph, edge: GradientEdge, contractions: Sequence[Contraction], seed: Tensor
-) -> Touched:
+    graph: Graph, edge: GradientEdge, contractions: Sequence[Contraction], seed: Tensor,
+    blocked: Blocked,
+) -> Touched:  # fmt: skip
     """Do the same as `touched`, but faster: for plain projections, use their outputs' gradients.
 
     Column r of such an output is computed from row r of the weight and of the bias.
     """
     rows: dict[int, tuple[Tensor, ...]] = {}
     outputs = [GradientEdge(contraction.node, 0) for contraction in contractions]
-    grads = gradients(edge, outputs, seed)
+    grads = gradients(edge, outputs, seed, blocked)
     for contraction, grad in zip(contractions, grads, strict=True):
         if grad is None or not (mask := grad.ne(0).any(0)).any():
             continue
@@ -130,11 +148,16 @@ class _Side:
         self.lengths = list(shape_at(edge))  # sizes of all axes but the feature axis
         del self.lengths[feature_axis]
         self._known: dict[tuple[int, ...], Touched] = {}
+        # One projection may lead to another through earlier layers, as a value that is added to
+        # those of later layers does.
+        self.blocked = [_activation(c) for c in contractions] if len(contractions) > 1 else []
 
     def rows(self, seed: Tensor) -> Touched:
         """Return the rows that the vectors with a non-zero seed depend on."""
-        found = _touched_outputs(self.graph, self.edge, self.plain, seed) if self.plain else {}
-        return found | (touched(self.edge, self.uses, seed) if self.uses else {})
+        found: Touched = {}
+        if self.plain:
+            found = _touched_outputs(self.graph, self.edge, self.plain, seed, self.blocked)
+        return found | (touched(self.edge, self.uses, seed, self.blocked) if self.uses else {})
 
     def rows_at(self, place: tuple[int, ...]) -> Touched:
         """Return the rows that one vector depends on."""
@@ -197,6 +220,14 @@ class _Side:
 
     def _rows_of(self, places: Sequence[tuple[int, ...]]) -> set[Key]:
         return {_key(self.rows_at(place)) for place in places}
+
+
+def _activation(contraction: Contraction) -> tuple[Node, list[int]]:
+    """Return the node of a contraction, and which of its operands is the activation."""
+    edge = contraction.activation
+    given = None if edge is None else (edge.node, edge.output_nr)
+    operands = list(contraction.node.next_functions)
+    return contraction.node, [i for i, operand in enumerate(operands) if operand == given]
 
 
 def find_groups(
@@ -277,6 +308,149 @@ def _random_seed(edge: GradientEdge) -> Tensor:
     return seed.to(device_at(edge), dtype_at(edge))
 
 
-def gradients(edge: GradientEdge, inputs: Sequence[Any], seed: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the value at an edge, with `seed` as the upstream gradient."""
-    return torch.autograd.grad([edge], list(inputs), [seed], retain_graph=True, allow_unused=True)
+def gradients(
+    edge: GradientEdge, inputs: Sequence[Any], seed: Tensor, blocked: Blocked = ()
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the value at an edge, with `seed` as the upstream gradient.
+
+    They do not go through the operands at the `blocked` edges, e.g. into the layer before.
+    """
+    handles = [_block(node, operands) for node, operands in blocked]
+    try:
+        return torch.autograd.grad(
+            [edge], list(inputs), [seed], retain_graph=True, allow_unused=True
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _block(node: Node, operands: Sequence[int]) -> Any:
+    """Let no gradient through some operands of a node."""
+
+    def hook(grads: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
+        return tuple(
+            torch.zeros_like(grad) if index in operands and grad is not None else grad
+            for index, grad in enumerate(grads)
+        )
+
+    return node.register_hook(hook)
+
+
+# ---- the query, from the axis of the softmax ----
+
+
+def query_operand(
+    graph: Graph, softmax: Node, product: Node, others: Sequence[Node] = ()
+) -> int | None:
+    """Return which operand (0 or 1) of the product that makes scores is the query.
+
+    Return None if this cannot be decided.
+
+    Args:
+        others: the other products that are added in the scores, such as one of a later layer.
+    """
+    blocked = [(other, (0, 1, 2)) for other in others]
+    start = graph.edge(softmax, 0)
+    edges = [edge for edge in graph.operands(product) if edge is not None]
+    assert start is not None
+    shape = shape_at(start)
+    axis = saved_axis(softmax, len(shape))
+    for place in _places(softmax, shape):
+        same = _unchanged(softmax, start, edges, place, axis, blocked)
+        if same is not None and same[0] != same[1]:
+            return 0 if same[0] else 1
+        for other in range(len(shape)):  # perhaps scores of two queries and one key
+            same = (
+                None if other == axis else _unchanged(softmax, start, edges, place, other, blocked)
+            )
+            if same is not None and same[0] != same[1]:
+                return 1 if same[0] else 0
+    between = {graph.kind(n) for n, _ in graph.after([product], lambda n: n is softmax)}
+    if between & {"Transpose", "Permute"}:
+        return None
+    return 0 if axis == len(shape) - 1 else 1
+
+
+def sums_along(softmax: Node, product: Node) -> bool:
+    """Return whether the product with the values sums along the axis of the softmax."""
+    weights, edge = GradientEdge(softmax, 0), GradientEdge(product, 0)
+    axis = saved_axis(softmax, len(shape_at(weights)))
+    generator = torch.Generator().manual_seed(0)
+    elsewhere = False
+    for attempt in range(_TRIES):
+        seed = torch.zeros(shape_at(edge), dtype=dtype_at(edge), device=device_at(edge))
+        place = [int(torch.randint(size, (), generator=generator)) for size in seed.shape]
+        seed[tuple(place if attempt else [-1] * seed.ndim)] = 1
+        (grad,) = gradients(edge, [weights], seed)
+        if grad is None:
+            continue
+        mask = grad.ne(0)
+        counts = [int(mask.movedim(a, 0).flatten(1).any(1).sum()) for a in range(mask.ndim)]
+        if counts[axis] > 1:
+            return True
+        elsewhere = elsewhere or max(counts) > 1
+    return not elsewhere
+
+
+def mixes_vectors(graph: Graph, node: Node) -> bool:
+    """Return whether one entry of a node's result depends on entries of several vectors.
+
+    They then differ along two axes or more, as those of an attention do. A norm or an activation
+    function works along one axis.
+    """
+    result = GradientEdge(node, 0)
+    seed = torch.zeros(shape_at(result), dtype=dtype_at(result), device=device_at(result))
+    seed[tuple([-1] * seed.ndim)] = 1
+    try:
+        grads = gradients(result, graph.activations_of(node), seed)
+    except Exception:  # its backward pass works only in training
+        return False
+    for grad in grads:
+        places: Any = [] if grad is None else grad.nonzero().T
+        if sum(len(indices.unique()) > 1 for indices in places) > 1:
+            return True
+    return False
+
+
+def _places(softmax: Node, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield indices of scores that are not masked: the last one, then others."""
+    weights = softmax._saved_result.flatten()
+    unmasked = weights.nonzero().flatten().tolist() or [len(weights) - 1]
+    chosen = [unmasked[-1 - attempt * (len(unmasked) - 1) // _TRIES] for attempt in range(_TRIES)]
+    for index in dict.fromkeys(chosen):
+        yield tuple(int(i) for i in torch.unravel_index(torch.tensor(index), shape))
+
+
+def _unchanged(
+    softmax: Node,
+    start: GradientEdge,
+    edges: list[GradientEdge],
+    place: tuple[int, ...],
+    axis: int,
+    blocked: Blocked,
+) -> tuple[bool, bool] | None:
+    """Return, for each operand, whether two scores are computed from the same vector of it.
+
+    The indices of the two scores differ only along `axis`; elsewhere they are those of `place`.
+    Return None if fewer than two of these scores are not masked, or if one of the two does not
+    depend on both operands.
+    """
+    line: list[Any] = list(place)
+    line[axis] = slice(None)
+    others = softmax._saved_result[tuple(line)].nonzero().flatten().tolist()
+    if len(others) < 2:
+        return None
+    touched: list[list[Tensor]] = []
+    for other in others[:2]:
+        seed = torch.zeros(shape_at(start), dtype=dtype_at(start), device=device_at(start))
+        seed[(*place[:axis], other, *place[axis + 1 :])] = 1
+        grads = gradients(start, edges, seed, blocked)
+        masks = [g.ne(0).any(-1 if i == 0 else -2) for i, g in enumerate(grads) if g is not None]
+        if len(masks) < 2 or not all(bool(mask.any()) for mask in masks):
+            return None
+        touched.append(masks)
+    return (
+        torch.equal(touched[0][0], touched[1][0]),
+        torch.equal(touched[0][1], touched[1][1]),
+    )

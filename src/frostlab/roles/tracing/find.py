@@ -26,7 +26,7 @@ from frostlab.roles.tracing.claims import (
     read_claims,
 )
 from frostlab.roles.tracing.facts import Call
-from frostlab.roles.tracing.graph import Graph, Node
+from frostlab.roles.tracing.graph import CHECKPOINT, Graph, Node
 from frostlab.roles.tracing.inputs import candidate_inputs, no_inputs
 from frostlab.roles.tracing.layers import Layers
 from frostlab.roles.tracing.small import Small, small_copy
@@ -190,7 +190,7 @@ def _roles_in(
     graph = Graph(trace)
     attentions = Attentions(graph)
     if not attentions.found:
-        if any(graph.kind(node) == "CheckpointFunction" for node in graph.nodes):
+        if any(graph.kind(node) == CHECKPOINT for node in graph.nodes):
             raise Indescribable(_RECOMPUTED)
         used = {use.parameter for use in trace.uses.values()}
         unused = [s.name for s in slots if not any(id(p.parameter) in used for p in s.pieces)]
@@ -257,8 +257,7 @@ def _refuse_without_history(
     role of the projection was copied. If the result of a projection is never used, a copied role is
     allowed.
     """
-    seen = {use.parameter for node in graph.nodes if (use := graph.use(node)) is not None}
-    hidden = graph.without_history() - seen
+    hidden = graph.without_history() - graph.reached()
     for slot in slots:
         own = {id(piece.parameter) for piece in slot.pieces}
         measured, place = placements[slot.name]

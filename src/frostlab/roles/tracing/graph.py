@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from frostlab.roles.tracing.trace import PROJECTIONS, Record, Trace, Use
+from frostlab.roles.tracing.trace import PRODUCTS, PROJECTIONS, Record, Trace, Use
 
 Node = Any  # a node of autograd's graph
 # operation → which of its inputs are multiplied
@@ -23,6 +23,8 @@ _MATRIX = {"Mm": (0, 1), "Addmm": (1, 2), "Bmm": (0, 1), "Baddbmm": (1, 2), "Mv"
            "Dot": (0, 1), "GroupedMm": (0, 1), "Addbmm": (1, 2)}  # fmt: skip
 _LOOP = 3  # fewer joined results than this are not taken for the states of a loop
 _SOFTMAXES = ("Softmax", "SafeSoftmax")
+_DISTANCES = ("Cdist", "EuclideanDist")
+CHECKPOINT = "CheckpointFunction"  # a node that computes layers again in the backward pass
 ContractionKind = Literal["matrix", "convolution", "lookup"]
 
 
@@ -149,13 +151,18 @@ class Graph:
             pending += [p for p, _ in current.next_functions if p is not None]
         return tuple(found.values())
 
+    def reached(self) -> set[int]:
+        """Return ids of parameters that the outputs are computed from."""
+        return {use.parameter for node in self.nodes if (use := self.use(node)) is not None}
+
     def without_history(self) -> set[int]:
         """Return ids of parameters whose results are detached or computed without gradients."""
         trace = self.trace
         found = {
             use.parameter
             for use in trace.uses.values()
-            if trace.records[use.call].name in PROJECTIONS and trace.records[use.call].node is None
+            if trace.records[use.call].name in PROJECTIONS | PRODUCTS
+            and trace.records[use.call].node is None
         }
         for node in trace.cut:
             for leaf, _ in self.before(node, lambda n: n in self.nodes):
@@ -240,8 +247,37 @@ class Graph:
 
     def activations(self, node: Node) -> int:
         """Count the inputs of a node that are not made of parameters alone."""
-        return sum(
-            parent is not None and not self.weight_only(parent) for parent, _ in node.next_functions
+        return len(self.activations_of(node))
+
+    def activations_of(self, node: Node) -> list[GradientEdge]:
+        """Return the edges to the inputs of a node that are not made of parameters alone.
+
+        A function of autograd that is written in Python takes parameters themselves, not aliases.
+        """
+        edges = [self.edge(node, index) for index in range(len(node.next_functions))]
+        return [
+            edge for edge in edges if edge is not None and not self.weight_only(edge.node)
+            and (not self.is_custom(node) or edge.node.next_functions or self.is_input(edge.node))
+        ]  # fmt: skip
+
+    def is_of_pairs(self, node: Node) -> bool:
+        """Return whether a node combines every vector of one activation with each of another."""
+        if self.kind(node) in _DISTANCES:
+            return True
+        if self.kind(node) not in ("Mul", "Add", "Sub") or self.activations(node) < 2:
+            return False
+        edges = [self.edge(node, index) for index in (0, 1)]
+        shapes = [shape_at(edge) for edge in edges if edge is not None]
+        if len(shapes) < 2 or len(shapes[0]) != len(shapes[1]):
+            return False
+        sizes = list(zip(*shapes, strict=True))
+        return any(a == 1 < b for a, b in sizes) and any(b == 1 < a for a, b in sizes)
+
+    def meets_others(self, softmax: Node) -> bool:
+        """Return whether anything after a softmax uses a second activation or a weight."""
+        return any(
+            self.activations(node) > 1 or self.contraction(node) is not None
+            for node, _ in self.after([softmax], lambda n: False)
         )
 
     def is_custom(self, node: Node) -> bool:

@@ -320,6 +320,8 @@ class Around(Networks):
                 ends.add(bool({"other", "gate"} & known.keys()))
                 return True
             if graph.kind(node) in ("Mul", "Div") and self.attentions.is_hub(node):
+                if self._is_scaled(contraction, node):
+                    return False  # such as logits times a mask, or divided by a temperature
                 ends.add(not self.gates(node) or self._activated(contraction.node, node))
                 return True
             if self.attentions.is_hub(node) or node in self.attentions.core:
@@ -331,6 +333,20 @@ class Around(Networks):
             pass
         return ends == {True}
 
+    def _is_scaled(self, contraction: Contraction, product: Node) -> bool:
+        """Return whether the other factor is a scale: an input of the model, or a smaller one.
+
+        A product of numbers, such as the ratio of the norms of two vectors, scales one of them.
+        """
+        edges = [self.graph.edge(product, index) for index in (0, 1)]
+        if any(edge is not None and self.graph.is_given(edge) for edge in edges):
+            return True
+        sizes = [0 if edge is None else math.prod(shape_at(edge)) for edge in edges]
+        if all(edge is not None and shape_at(edge)[-1:] == (1,) for edge in edges):
+            return shape_at(GradientEdge(contraction.node, 0))[-1] > 1
+        larger = edges[0 if sizes[0] > sizes[1] else 1]
+        return sizes[0] != sizes[1] and larger is not None and contraction in self.before(larger)[0]
+
     def _activated(self, start: Node, end: Node) -> bool:
         """Return whether there is an activation function between two nodes."""
         for edge in (self.graph.edge(end, 0), self.graph.edge(end, 1)):
@@ -341,7 +357,10 @@ class Around(Networks):
         return False
 
     def _convolves(self, contraction: Contraction) -> bool:
-        """Return whether a convolution before or after a 1 × 1 convolution has a larger kernel."""
+        """Return whether a 1 × 1 convolution is one of several, of which some are larger.
+
+        A larger one comes before or after it, or its result is added, as in a residual block.
+        """
         graph = self.graph
 
         def stop(node: Node) -> bool:
@@ -352,6 +371,9 @@ class Around(Networks):
             )
 
         near = [node for node, stopped in graph.after([contraction.node], stop) if stopped]
+        sums = [node for node in near if graph.kind(node) == "Add"]
+        for parent in [parent for node in sums for parent, _ in node.next_functions if parent]:
+            near += [node for node, stopped in graph.before(parent, stop) if stopped]
         if contraction.activation is not None:
             walk = graph.before(contraction.activation, stop)
             near += [node for node, stopped in walk if stopped]

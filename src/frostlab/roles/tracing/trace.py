@@ -2,7 +2,7 @@
 
 Every time a parameter enters a torch function, it is replaced by a tensor of its own (an alias), so
 that the autograd graph distinguishes the uses of a shared parameter. Statistics of norms are held
-fixed: a norm over all heads would otherwise make every head depend on every row.
+fixed (`norms.py`): a norm over all heads would otherwise make every head depend on every row.
 
 The pass runs on a copy of the model's modules that shares its parameters, so the model keeps its
 weights, buffers, modes and hooks. A second pass of the same inputs can be given parameters with
@@ -21,19 +21,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from frostlab.roles.tracing.facts import Call
+from frostlab.roles.tracing.norms import ADDS, FUSED_NORMS, Norms, Step, fixed_norm
 from frostlab.roles.undisturbed import shared_copy
 
 _NOISY_SIZE = 1 << 16  # parameters up to this size get noise, so that none is all zeros or ones
 _NOISE = 0.05  # standard deviation of the noise
 _KEPT_HOOKS = "torch.nn.utils"  # hooks that compute a weight, such as those of weight_norm
-_REDUCTIONS = {
-    "mean", "var", "std", "norm", "vector_norm", "var_mean", "std_mean", "sum", "amax",
-    "linalg_vector_norm", "linalg_norm",
-}  # fmt: skip
-_MULTIPLIES = {"mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply"}
-_DIVIDES = {"div", "__truediv__", "true_divide", "divide", "div_"}
-_ADDS = {"add", "__add__", "__radd__", "add_", "__iadd__"}
-_SUBTRACTS = {"sub", "__sub__", "sub_", "subtract"}
 PRODUCTS = {
     "matmul", "bmm", "baddbmm", "einsum", "__matmul__", "__rmatmul__", "mm",
     "scaled_dot_product_attention",
@@ -41,7 +34,7 @@ PRODUCTS = {
 PROJECTIONS = {"linear", "addmm", "conv1d", "conv2d"}
 _TRANSPOSES = {"T", "mT", "H", "mH"}  # attributes that compute a result like a function
 _CUTS = {"detach", "data"}  # operations whose results have no autograd history
-SUMS = {"add", "__add__", "__radd__", "__iadd__", "add_"}
+SUMS = ADDS
 _KEPT = PRODUCTS | PROJECTIONS | SUMS  # functions whose results are kept for later passes (pins)
 _NORMS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"}
 
@@ -67,6 +60,7 @@ class Record:
     node: Any = None  # the graph node that made the result
     indices: Tensor | None = None  # for an embedding: the indices that were looked up
     given: bool = False  # whether the indices are an input of the model, but not one of positions
+    held: int | None = None  # which of its tensors is a norm's statistic; `result` has its value
 
 
 @dataclass
@@ -93,6 +87,7 @@ class Pin:
     name: str  # of the function
     result: Any
     always: bool = True  # False: only if none of the call's parameters has moved
+    held: int | None = None  # the call is made, and the result replaces this tensor of its own
 
     def copy(self, history: bool = True) -> Tensor:
         """Return a copy; with `history`, it requires a gradient: torch's kernels depend on that."""
@@ -113,12 +108,8 @@ class _Watch(TorchFunctionMode):
         self.trace = Trace()
         self._parameters, self._moved, self._pins = parameters, moved or {}, pins
         self._noise: dict[int, Tensor] = {}
-        self._normalised: dict[int, Tensor] = {}  # normalised values that no weight has scaled yet
-        self._scales: dict[int, set[int]] = {}  # tensors computed from parameters → their aliases
-        self._statistics: dict[int, Tensor] = {}
-        self._centred: dict[int, set[int]] = {}  # x − mean → aliases that scale it
-        self._scaled: dict[int, set[int]] = {}  # normalised value → aliases that scale it
-        self._kept: list[Tensor] = []  # keeps them alive, so that no id is used twice
+        self._norms = Norms(self.trace.uses)
+        self.trace.norms = self._norms.owned
         self.modules: list[str] = [""]
         self.ids: set[int] = set()  # storages of integer inputs, without positions
 
@@ -149,14 +140,12 @@ class _Watch(TorchFunctionMode):
             for value in tensors_in((args[1:], kwargs)):
                 if id(value) in trace.uses:
                     trace.norms.add(id(value))
-                trace.norms |= self._scales.get(id(value), set())
-        if name in ("layer_norm", "rms_norm", "group_norm", "normalize"):
-            result = self._fixed_norm(name, number, args, kwargs)
-            if not any(id(value) in trace.uses for value in tensors_in((args, kwargs))):
-                self._normalised[id(result)] = result  # a weight that multiplies it is the norm's
-        elif name in _REDUCTIONS and _keeps_dimensions(args, kwargs):
-            result = self._statistic(number, lambda: func(*args, **kwargs))
+                trace.norms |= self._norms.computed.get(id(value), frozenset())
+        step = self._norms.step(name, args, kwargs, list(tensors_in((args, kwargs))))
+        if name in FUSED_NORMS:
+            result = fixed_norm(name, args, kwargs, lambda compute: self._fixed(number, compute))
         else:
+            args, kwargs = self._hold(number, step)
             result = func(*args, **kwargs)
             if name == "embedding":
                 found = [t for t in tensors_in((args, kwargs)) if not t.is_floating_point()]
@@ -170,7 +159,7 @@ class _Watch(TorchFunctionMode):
                 if self._pins[number].result.shape != result.shape:
                     raise AnotherWay
                 result = self._pins[number].copy(result.requires_grad)
-        self._follow(name, (args, kwargs), result)
+        self._norms.follow(step, list(tensors_in(result)))
         return result
 
     def _is_still(self, arguments: Any) -> bool:
@@ -178,7 +167,7 @@ class _Watch(TorchFunctionMode):
         if len(self.trace.records) - 1 not in (self._pins or {}):
             return False
         for value in tensors_in(arguments):
-            aliases = self._scales.get(id(value), set())
+            aliases = self._norms.computed.get(id(value), frozenset())
             if id(value) in self._moved or any(
                 self.trace.uses[alias].parameter in self._moved for alias in aliases
             ):
@@ -202,130 +191,30 @@ class _Watch(TorchFunctionMode):
         self.trace.uses[id(alias)] = Use(key, alias, len(self.trace.records) - 1)
         return alias
 
-    def _statistic(self, number: int, compute: Callable[[], Any]) -> Any:
-        """Return a statistic without its history or, if it is pinned, as it was recorded."""
-        result: Any
+    def _fixed(self, number: int, compute: Callable[[], Tensor]) -> Tensor:
+        """Return statistics without their history or, if they are pinned, as recorded."""
         if self._pins is not None and number in self._pins:
-            result = self._pins[number].result
+            result: Tensor = self._pins[number].result
         else:
-            result = _replaced(compute(), lambda t: t.detach() if isinstance(t, Tensor) else t)
-        for value in tensors_in(result):
-            self._statistics[id(value)] = value
+            result = compute().detach()
         self.trace.records[number].result = result
         return result
 
-    def _fixed_norm(self, name: str, number: int, args: Any, kwargs: Any) -> Tensor:
-        """Compute a norm whose statistics are held fixed."""
-
-        def given(index: int, word: str, default: Any = None) -> Any:
-            return args[index] if len(args) > index else kwargs.get(word, default)
-
-        x = given(0, "input")
-        if name == "normalize":
-            power, dim = given(1, "p", 2.0), given(2, "dim", 1)
-            least = given(3, "eps", 1e-12)
-            scale = self._statistic(
-                number, lambda: torch.linalg.vector_norm(x, power, dim, True).clamp_min(least)
-            )
-            return x / scale
-        if name == "group_norm":
-            groups, weight, bias = given(1, "num_groups"), given(2, "weight"), given(3, "bias")
-            shaped = x.reshape(len(x), groups, -1)
-            dims: list[int] = [-1]
-            eps = given(4, "eps", 1e-5)
-        else:
-            shape = given(1, "normalized_shape")
-            weight = given(2, "weight")
-            bias = given(3, "bias") if name == "layer_norm" else None
-            eps = given(4, "eps", 1e-5) if name == "layer_norm" else given(3, "eps")
-            eps = torch.finfo(x.dtype).eps if eps is None else eps
-            shaped, dims = x, list(range(-len(shape), 0))
-
-        def statistics() -> Tensor:
-            centre = torch.zeros_like(shaped) if name == "rms_norm" else shaped
-            mean = centre.mean(dims, keepdim=True)
-            square = (shaped - mean).square().mean(dims, keepdim=True)
-            return torch.stack([mean, torch.rsqrt(square + eps)])
-
-        mean, scale = self._statistic(number, statistics)
-        result = ((shaped - mean) * scale).reshape(x.shape)
-        if name == "group_norm":
-            weight, bias = (
-                None if p is None else p.reshape(1, -1, *[1] * (x.ndim - 2)) for p in (weight, bias)
-            )
-        result = result if weight is None else result * weight
-        return result if bias is None else result + bias
-
-    def _follow(self, name: str, arguments: Any, result: Any) -> None:
-        """Record which results are statistics, normalised, or computed from parameters alone."""
-        values = list(tensors_in(arguments))
-        results = list(tensors_in(result))
-        if not results:
-            return
-        self._kept += results
-        origins: set[int] = set()
-        alone = bool(values)
-        for value in values:
-            if id(value) in self.trace.uses:
-                origins.add(id(value))
-            elif id(value) in self._scales:
-                origins |= self._scales[id(value)]
-            elif value.requires_grad or value.numel() > 1:
-                alone = False
-        if alone and origins:
-            for item in results:
-                self._scales[id(item)] = origins
-            return
-        with_statistic = any(id(v) in self._statistics for v in values)
-        if with_statistic and all(id(v) in self._statistics or v.numel() == 1 for v in values):
-            for item in results:
-                self._statistics[id(item)] = item
-            return
-        own = {o for o in origins if self._is_norms_own(o, values)}
-        for item in results:
-            self._follow_norm(name, values, own, with_statistic, item)
-
-    def _is_norms_own(self, alias: int, values: Sequence[Tensor]) -> bool:
-        """Return whether a parameter can scale or shift a norm.
-
-        A single number that is first used in another computation cannot: it is a temperature.
-        """
-        use = self.trace.uses[alias]
-        return use.alias.numel() > 1 or any(value is use.alias for value in values)
-
-    def _follow_norm(
-        self, name: str, values: Sequence[Tensor], own: set[int], statistic: bool, result: Tensor
-    ) -> None:
-        """Follow a norm that is written out: x − mean, its division, its scale and its shift."""
-        centred = [self._centred[id(v)] for v in values if id(v) in self._centred]
-        scaled = [self._scaled[id(v)] for v in values if id(v) in self._scaled]
-        normalised = any(id(v) in self._normalised for v in values)
-        if statistic and name in _SUBTRACTS:
-            self._centred[id(result)] = set()
-        elif statistic and name in _MULTIPLIES | _DIVIDES:
-            self._normalised[id(result)] = result
-            for before in centred:  # what scaled it before it was divided
-                self.trace.norms |= before
-                self._scaled[id(result)] = before
-        elif normalised and (name in _MULTIPLIES or name == "addcmul"):
-            self.trace.norms |= own
-            self._scaled[id(result)] = own
-        elif centred and own and name in _MULTIPLIES:
-            self._centred[id(result)] = centred[0] | own
-        elif scaled and name in _ADDS and self._same_shapes(own, scaled[0]):
-            self.trace.norms |= own
-        elif len(values) == 1:  # a cast or a view of it
-            if normalised:
-                self._normalised[id(result)] = result
-            if scaled:
-                self._scaled[id(result)] = scaled[0]
-            if centred:
-                self._centred[id(result)] = centred[0]
-
-    def _same_shapes(self, shifts: set[int], scales: set[int]) -> bool:
-        uses = self.trace.uses
-        wanted = {uses[alias].alias.shape for alias in scales}
-        return bool(shifts) and {uses[alias].alias.shape for alias in shifts} <= wanted
+    def _hold(self, number: int, step: Step) -> tuple[Any, Any]:
+        """Return a call's arguments with a norm's statistic held fixed, if there is one."""
+        record = self.trace.records[number]
+        record.held, fixed = step.held, None
+        if self._pins is not None:
+            pin = self._pins.get(number)
+            record.held = None if pin is None else pin.held
+            fixed = None if pin is None else pin.result
+        if record.held is None or record.held >= len(step.values):
+            return step.args, step.kwargs
+        given = step.values[record.held]
+        record.result = given.detach().clone() if fixed is None else fixed
+        return _replaced(
+            (step.args, step.kwargs), lambda value: record.result if value is given else value
+        )
 
 
 def _node_number() -> int:
@@ -407,10 +296,6 @@ def _outputs(value: Any) -> Iterator[Tensor]:
     """Yield the tensors that a model returns, perhaps as the attributes of an object."""
     plain = isinstance(value, Tensor | Mapping | tuple | list | nn.Module | str)
     yield from tensors_in(value if plain or not hasattr(value, "__dict__") else dict(vars(value)))
-
-
-def _keeps_dimensions(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return bool(kwargs.get("keepdim")) or any(value is True for value in args[2:])
 
 
 def watched_copy(model: nn.Module) -> nn.Module:

@@ -116,7 +116,7 @@ def _pins(graph: Graph, attentions: Attentions) -> dict[int, Pin]:
         graph.call(contraction.node) for contraction in made if is_short_convolution(contraction)
     }
     pins = {
-        number: Pin(record.name, record.result, always=record.name not in PROJECTIONS)
+        number: Pin(record.name, record.result, record.name not in PROJECTIONS, record.held)
         for number, record in enumerate(records)
         if record.result is not None and record.name not in PRODUCTS | SUMS and number not in free
     }
@@ -125,11 +125,27 @@ def _pins(graph: Graph, attentions: Attentions) -> dict[int, Pin]:
     nodes = [node for node in nodes if records[graph.call(node)].name in SUMS]
     for attention in attentions.found:
         nodes += [attention.result, *(c.node for c in around.outputs(attention.result))]
+        nodes += _sums_after(graph, attentions, attention.result)
     for number in map(graph.call, nodes):
         record = records[number]
         if record.result is not None:
             pins[number] = Pin(record.name, record.result)
     return pins
+
+
+def _sums_after(graph: Graph, attentions: Attentions, result: Node) -> list[Node]:
+    """Return the sums of an attention's result that only projections use, such as those with q."""
+
+    def stop(node: Node) -> bool:
+        return graph.contraction(node) is not None or node in attentions.core
+
+    found = []
+    for node, stopped in graph.after([result], stop):
+        if not stopped and graph.kind(node) == "Add":
+            ends = [end for end, at_end in graph.after([node], stop) if at_end]
+            if ends and not any(end in attentions.core for end in ends):
+                found.append(node)
+    return [node for node in found if graph.trace.records[graph.call(node)].name in SUMS]
 
 
 def _moved(values: Tensor, finding: Finding, moved: set[Unit]) -> Tensor:
