@@ -86,8 +86,8 @@ class InProcess:
 class _Worker:
     """A worker process, the connection to it, and its task.
 
-    `turns` is the folder through which the runs of a device take turns (`_make_turns`); None: none of
-    the devices needs it.
+    `turns` is the folder through which the runs of a device take turns (`_make_turns`), or None if
+    no device needs it.
     """
 
     def __init__(

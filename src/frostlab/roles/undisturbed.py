@@ -59,7 +59,7 @@ class _References:
         self._originals: list[Any] = []  # keeps them alive, so that no id is used twice
 
     def moved(self, value: Any) -> Any:
-        """Return a value in which references to the model are replaced by references to the copy."""
+        """Return a value whose references to the model are replaced by references to the copy."""
         if id(value) in self._memo:
             return self._memo[id(value)]
         if isinstance(value, weakref.ref):
@@ -94,7 +94,7 @@ class _References:
         return made
 
     def _function(self, function: FunctionType) -> FunctionType:
-        """Return a copy of a function that refers to the model or has a closure; else the function."""
+        """Return a copy of a function that refers to the model or has a closure, else itself."""
         values = function.__globals__
         names = {
             name: self.moved(values[name])
