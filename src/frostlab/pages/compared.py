@@ -73,7 +73,7 @@ class Compared:
         return plain(self.evidence.baseline)
 
     def runs(self, arm: str) -> list[RunSummary]:
-        """Return the runs of an arm that finished and can be paired."""
+        """Return an arm's runs that finished and can be paired."""
         return paired_runs(self.evidence, arm)
 
     def of_arm(self, arm: str, *keys: str | int, format: str = "number") -> Cell:
@@ -101,8 +101,8 @@ class Compared:
     def time_of(self, name: str) -> Paragraph:
         """Return the verdict on an arm's step time, in red if it is doubtful.
 
-        It is doubtful if the timing is unproven, if the arm is confounded, or if the arm is faster
-        than the saved FLOPs explain (`TimedArm.flag`).
+        It is doubtful if the timing is unproven, that is, cannot be trusted, if the arm is
+        confounded, or if it is faster than the saved FLOPs explain (`TimedArm.flag`).
         """
         timing, confounded = self.evidence.timing, bool(self.evidence.confounds.get(name))
         assert timing is not None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _EVIDENCE = "evidence.json"
 _ALPHA = 0.05  # error level of the intervals of means, which belong to no verdict
-_SPREAD = 1.5  # a tuned perplexity with a larger max / min is drawn on a logarithmic scale
+_SPREAD = 1.5  # a perplexity's scores while tuning have a logarithmic axis if max / min is larger
 _DECADE = 10.0  # the same for training curves of a loss, or of a metric like it
 _SYMBOLS = 16  # about how many symbols a line has
 _HEAT_ROWS, _HEAT_COLUMNS, _HEAT_ARMS = 24, 24, 8  # the most in heat maps
@@ -372,7 +372,7 @@ def time_ratios(compared: "Compared") -> list[Figure]:
             "by the treatment explain."
         )
     if not timing.proven:
-        caption += " These times are unproven."
+        caption += " These times are unproven: the timing failed a check and cannot be trusted."
     stored = [*rows, {"arm": "A/A control", **band}] if band else rows
     return [Figure("step-time-ratios", "Time of a step, against the baseline", chart, caption,
                    stored, (_EVIDENCE,)), *_round_ratios(compared)]  # fmt: skip
@@ -433,8 +433,8 @@ def _response(compared: "Compared", index: int) -> Figure | None:
     )  # fmt: skip
     caption = (
         "Mean over seeds of the best score on the split that selects the checkpoint, with its 95 % "
-        "interval; all arms have the same scale. Filled symbols are the values that were chosen, "
-        "with the number of seeds above them; the other seeds' scores choose the value for a seed."
+        "interval; all arms have the same scale. A filled symbol is a value that was chosen for as "
+        "many seeds as stand above it; a seed gets the value that is best over all other seeds."
     )
     if len(means) < len(rows):
         caption += " A red × is a value with which a run did not finish."

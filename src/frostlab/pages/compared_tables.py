@@ -273,8 +273,9 @@ def _run_times(compared: "Compared") -> list[Block]:
         "Means over the finished runs; the times per epoch and per step leave out validation. Time "
         "saved is (T of the baseline − T of the arm) / T of the baseline, for whole runs. Gaps of "
         "whole runs have 95 % intervals; the gap of a step has the interval of its verdict. A gap "
-        "in red is unproven or confounded; gaps of whole runs are always unproven, because whole "
-        "runs have no control. Variation is the standard deviation divided by the mean."
+        "in red is confounded, or unproven: it cannot be trusted. Gaps of whole runs are always "
+        "unproven, because no further copy of the baseline shows their noise. Variation is the "
+        "standard deviation divided by the mean."
     )
     if evidence.rounds:
         note += " Alternating runs are further runs, trained in turns only to be timed."
@@ -293,7 +294,7 @@ def _of_times(compared: "Compared", name: str, *keys: str, form: str) -> Cell:
 
 
 def _gap(compared: "Compared", name: str, key: str, form: str) -> str | Cell:
-    """Return a gap to the baseline; in red if it is unproven or confounded."""
+    """Return a gap to the baseline; in red if it is confounded, or unproven (not to be trusted)."""
     if name == compared.evidence.baseline:
         return ""
     keys = (COMPARISON, compared.key(name), "vs_baseline", key)

@@ -25,7 +25,7 @@ from frostlab.storage import read_json
 from frostlab.text import NONE, hms, number, plain, printable
 
 _MEBIBYTE = 2**20
-_LARGE_SHARE = 10.0  # a share from this on is shown as a multiple
+_LARGE_SHARE = 10.0  # a share that is at least as large is shown as a multiple
 _SMALLEST = 0.0001  # a smaller probability is shown as "< 0.0001"
 _WORDS = frozenset({  # names of the formats that show texts; all others show numbers
     "text", "lines", "json", "list", "file name", "short digest",
@@ -79,7 +79,7 @@ def _with_interval(values: dict[str, Any], key: str, form: str | Callable[[Any],
 
 
 def _share_text(share: float) -> str:
-    """Show a share in percent; a very large end of an interval is a multiple."""
+    """Show a share in percent or, if it is very large, as a multiple."""
     return f"{share:.1%}" if abs(share) < _LARGE_SHARE else f"{share:.3g} ×"
 
 

@@ -80,7 +80,7 @@ def _read(path: Path, span: int) -> Curve:
                 warmup, ms = values["warmup"], values["ms"]
                 losses.add(values["first"], values["loss"])
                 times.add(values["first"] + warmup, ms[warmup:] if warmup else ms)
-            elif values.get("checkpoint") is None:  # not the final one, of the best checkpoint
+            elif values.get("checkpoint") is None:  # else the final one, of the best checkpoint
                 evaluation = Evaluation(values["step"], values["epoch"], values["total_seconds"],
                                         _finite(values["metrics"]))  # fmt: skip
                 evaluations[evaluation.step] = evaluation

@@ -24,7 +24,7 @@ _IS_SHOWN = "indexof(hidden_arms, datum.arm) < 0"
 _NAMES = {"labelExpr": _SHORT, "labelLimit": 260}
 
 
-_POSITIVE = ("training loss", "seconds", "ms a step")  # on axes, besides metrics
+_POSITIVE = ("training loss", "seconds", "ms a step")  # quantities on axes that are no metrics
 
 
 def cut_off(rows: Rows, quantity: str) -> str:

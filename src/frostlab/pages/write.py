@@ -93,8 +93,8 @@ Make = Callable[[Path, str], Document]
 def _kind(folder: Path) -> tuple[Make, tuple[str, ...]]:
     """Return the function that makes a folder's report, and the records that it is made from.
 
-    An unfinished comparison or run has no such records, so its report is never current: its files
-    change all the time. Only the modules of this kind of report are imported.
+    For an unfinished comparison or run, whose files change all the time, no records are returned,
+    so that its report is never up to date. Only the modules of this kind of report are imported.
     """
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder" if folder.exists() else f"no folder {folder}")

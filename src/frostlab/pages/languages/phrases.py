@@ -314,7 +314,9 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
      "treatment explain.",
      "红色标记是加速的上限：该处理节省的浮点运算量不能解释更小的比值。",
      "赤い印は高速化の上限で、処理が省く演算量ではこれより小さい比を説明できない。"),
-    ("These times are unproven.", "这些耗时未经证实。", "これらの時間は実証されていない。"),
+    ("These times are unproven: the timing failed a check and cannot be trusted.",
+     "这些耗时未经证实：计时未通过检查，不可信。",
+     "これらの時間は実証されていない。計時が検査に通らず、信頼できない。"),
     ("Ratio of the total time of whole runs, with its interval; runs of all arms alternated.",
      "整次运行总耗时之比及其区间；各组的运行交替进行。",
      "実行全体の時間の比とその区間。各群の実行は交互に行った。"),
@@ -322,10 +324,11 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
      "interval; all arms have the same scale.",
      "在选择检查点的数据上最佳得分的各种子均值及其 95 % 区间；各组使用同一尺度。",
      "チェックポイントを選ぶデータでの最良の得点のシード平均とその 95 % 区間。全群の尺度は同じ。"),
-    ("Filled symbols are the values that were chosen, with the number of seeds above them; the "
-     "other seeds' scores choose the value for a seed.",
-     "实心符号是选中的值，上方为种子数；对每个种子，由其他种子的得分来选择。",
-     "塗りつぶした記号は選ばれた値で、上の数はシードの数。各シードの値は他のシードの得点で選ぶ。"),
+    ("A filled symbol is a value that was chosen for as many seeds as stand above it; a seed gets "
+     "the value that is best over all other seeds.",
+     "实心符号是选中的值，上方为选用该值的种子数；每个种子所用的值，是在其余所有种子上得分最佳的值。",
+     "塗りつぶした記号は選ばれた値で、上の数はその値を使うシードの数。各シードには、残りのすべての"
+     "シードで得点が最良の値を使う。"),
     ("A red × is a value with which a run did not finish.", "红色 × 表示用该值的一次运行未完成。",
      "赤い × は、その値で実行が完了しなかったことを表す。"),
     ("Ratios of an arm to the baseline with their 95 % intervals, paired by seed; the dashed line "

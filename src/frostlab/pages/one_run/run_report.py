@@ -334,10 +334,10 @@ def _stages_figure(run: OneRun, stages: list[dict[str, Any]]) -> Figure:
 
 
 def _layers_figure(run: OneRun, stages: list[dict[str, Any]]) -> Figure | None:
-    """Draw the loss of the model if its head reads the output of a layer, by layer.
+    """Draw, for each layer, the loss that the model has if its head reads this layer's output.
 
-    This loss is known for layers that have a loss in training and, after `frostlab exits`, for all
-    layers. If the run's metric is the perplexity, the perplexity is drawn instead.
+    It is known for layers that have a loss in training and, after `frostlab exits`, for all layers.
+    If the run's metric is the perplexity, the perplexity is drawn instead.
     """
     name = "perplexity" if run.metric == "perplexity" else "loss"
     points, files, split = [], [RESULT], "split that selects the checkpoint"

@@ -352,7 +352,7 @@ def _times(several: Several) -> list[Block]:
     head = ("comparison", "device", "timing", *map(plain, several.arms))
     note = (
         "The time of a step divided by the baseline's, from steps that the arms took in turn. "
-        "Unproven: the measurement was disturbed, so that no verdict is drawn from these times."
+        "Unproven: the timing failed a check, so no verdict is drawn from these times."
     )
     return [
         Table("step-times", "Time of a step relative to the baseline's", head, tuple(rows), note)
