@@ -33,8 +33,9 @@ def export_run(record: RunRecord, folder: str | Path) -> Path:
     """Write a run's best weights, tokenizer, labels and a model card as a Hugging Face folder.
 
     If the run was trained on a synthetic task (random symbols as token ids, no text), there is no
-    tokenizer to write. Adapters are merged into the weights they adapt. If frostlab's own model has
-    a setting that no class of transformers can express, it is refused, and nothing is written.
+    tokenizer to write. Adapters are merged into the weights they adapt. A model that no class of
+    transformers can express is refused, and nothing is written: the Conformer, and frostlab's other
+    models with some settings.
     """
     target = Path(folder)
     if target.exists() and not target.is_dir():

@@ -63,8 +63,8 @@ class Run(RunRecord):
             data: a file or folder to evaluate instead of the run's own data: text with the columns
                 of the recipe, or for EEG a folder of recordings.
             split: report (the default), tune or train; for EEG also unseen, the subjects that the
-                model was not trained on. For EEG, report also scores unseen subjects, apart from
-                the others.
+                model was not trained on. An evaluation of report also scores these subjects,
+                separately.
             settings: changes of the evaluated data: `data.path`, `data.language`, `data.text`,
                 `data.label`, `data.report` (another split of the same data set) and
                 `data.evaluation_limit`; for EEG, only `data.path`.

@@ -232,7 +232,7 @@ class Evaluator:
         )
 
     def _marked(self, caution: str | None) -> str | None:
-        """Add the recipe's caution, about its scale and stand-ins, unless it is there already."""
+        """Add the recipe's caution (a reduced scale, stand-ins for data or weights) if missing."""
         own = self.recipe.caution
         if own is None or (caution or "").startswith(own):
             return caution
@@ -283,7 +283,7 @@ def evaluate_run(
         data: a file or folder to evaluate instead of the run's own data: text with the columns of
             the recipe, or for EEG a folder of recordings.
         split: report (the default), tune or train; for EEG also unseen, the subjects that the model
-            was not trained on. For EEG, report also scores unseen subjects, apart from the others.
+            was not trained on. An evaluation of report also scores these subjects, separately.
         settings: changes of the evaluated data: `data.path`, `data.language`, `data.text`,
             `data.label`, `data.report` (another split of the same data set) and
             `data.evaluation_limit`; for EEG, only `data.path`.
