@@ -78,7 +78,8 @@ def group_plans(
         changes: keys to set in every comparison's plan, such as `seeds`.
         settings: settings of the recipe for every arm of every comparison; may include `scale`.
         quick: plan short runs, and by default fewer seeds and shorter step timing.
-        stand_in: a function that replaces the missing parts of an arm's recipe by stand-ins.
+        stand_in: a function that replaces missing data, tokenizers and weights in an arm's recipe
+            by built-in data, a learned tokenizer and random weights.
     """
     names = comparison_names(group, as_published)
     wanted = list(only)

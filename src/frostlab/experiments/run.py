@@ -306,7 +306,7 @@ def _find_data(
 ) -> None:
     """Find the files of a recipe's data, tokenizer and further data, or raise BadInput.
 
-    Synthetic and EEG data are prepared at once; further EEG data are not looked for.
+    Synthetic and EEG data are prepared, not only looked for; further EEG data are not looked for.
     """
     data, cache = recipe.data, cache_folder(None)
     if isinstance(data, Synthetic) and further:
