@@ -178,7 +178,7 @@ def _check_against_trainer(settings: BenchSettings, ours: Feed, theirs: Feed) ->
 def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
     """Train GPT as a classifier: captured steps on packed batches against eager, padded steps.
 
-    Without IMDB, both sides get the same batches of random ids, all of the same length.
+    Without IMDB, all sides get the same batches of random ids of one length.
     """
     batch, length = (4, 16) if settings.small else (16, 512)
     if settings.data_dir is not None and (settings.data_dir / "imdb").is_dir():
