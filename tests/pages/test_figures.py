@@ -264,6 +264,14 @@ def test_time_has_its_ceiling_and_its_control(tuned: Path) -> None:
     assert ("unproven" in figure.caption) == (not timing["proven"])
 
 
+def test_times_of_runs_refer_to_timed_steps_only_if_there_are_any(tuned: Path) -> None:
+    (timed,) = drawn.time_bars(opened(tuned))
+    (untimed,) = drawn.time_bars(opened(tuned, timing=None))
+    assert "steps" in timed.caption
+    assert "may come from the machine" in untimed.caption
+    assert "steps" not in untimed.caption
+
+
 def test_tuning_has_one_scale_and_marks_the_choice(tuned: Path) -> None:
     (figure,) = drawn.tuning(opened(tuned))
     (setting,) = values_of(tuned)["tuning"]

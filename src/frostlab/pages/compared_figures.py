@@ -149,10 +149,9 @@ def time_bars(compared: "Compared") -> list[Figure]:
         "Total time of a whole run: the bar is the mean over seeds, the line its 95 % interval."
     )
     if not compared.evidence.rounds:
-        caption += (
-            " The runs were not timed in turns, so a difference may come from the machine; the "
-            "steps that were timed against each other are the fair comparison."
-        )
+        caption += " The runs were not timed in turns, so a difference may come from the machine."
+        if compared.evidence.timing is not None:
+            caption += " The steps, which were timed in turns, are the fair comparison."
     return _bars(
         compared, "run-time-bars", "Time of a whole run", "seconds",
         {arm: compared.evidence.arms[arm].seconds for arm in compared.arms}, caption,

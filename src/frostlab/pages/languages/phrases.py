@@ -273,11 +273,11 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
     ("Total time of a whole run: the bar is the mean over seeds, the line its 95 % interval.",
      "整次运行的总耗时：条形是各种子的均值，线是其 95 % 区间。",
      "実行全体の時間：棒はシードの平均、線はその 95 % 区間。"),
-    ("The runs were not timed in turns, so a difference may come from the machine; the steps that "
-     "were timed against each other are the fair comparison.",
-     "各次运行并非轮流计时，因此差异可能来自机器；轮流计时的单步才是公平的比较。",
-     "実行は交互に計時されていないため、差は機械によるものかもしれない。交互に計時した"
-     "ステップのほうが公平な比較である。"),
+    ("The runs were not timed in turns, so a difference may come from the machine.",
+     "各次运行并非轮流计时，因此差异可能来自机器。",
+     "実行は交互に計時されていないため、差は機械によるものかもしれない。"),
+    ("The steps, which were timed in turns, are the fair comparison.",
+     "轮流计时的单步才是公平的比较。", "交互に計時したステップのほうが公平な比較である。"),
     ("The line is the mean over the finished runs.", "线是已完成运行的均值。",
      "線は完了した実行の平均。"),
     ("The band is one standard deviation around it.", "带是其上下一个标准差。",
