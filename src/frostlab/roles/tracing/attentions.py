@@ -294,7 +294,7 @@ class Attentions:
                 continue
             asks = query_operand(graph, softmax, product, [p for p in scores if p is not product])
             if self._asks.setdefault(product, asks) == asks and product in earlier:
-                continue  # an earlier attention made these scores, and is read there
+                continue  # these are the scores of an earlier attention, which has been read
             if asks is None:
                 raise UnknownArchitecture(
                     f"{self._where(softmax)} does not show which side of its attention is the "
