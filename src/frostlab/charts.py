@@ -20,8 +20,8 @@ from frostlab.errors import FrostlabError, first_line, require
 from frostlab.text import plain
 
 _Drawing = TypeVar("_Drawing", str, bytes)
-# Colours of arms, which differ for people with every kind of colour vision (after Okabe and Ito)
-# and are legible on white and on black.
+# Colours of arms (the variants in a comparison), which differ for people with every kind of colour
+# vision (after Okabe and Ito) and are legible on white and on black.
 PALETTE = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#a8760b", "#3f9bd9", "#8a63b0", "#7f7f7f",
 )  # fmt: skip

@@ -16,8 +16,8 @@ from frostlab.storage import Lock
 # A queue sets these for its workers.
 AT_ONCE = "FROSTLAB_RUNS_AT_ONCE"  # how many runs may share the worker's device
 COMMAND = "FROSTLAB_COMMAND"  # the command that started the queue
-# A folder with one file for each run that may take steps at the same time, set only if more runs
-# share the device. A run takes steps while it holds the lock of one of the files.
+# A folder with one file for each run that may take steps at the same time; set only if more runs
+# than these share the device. A run takes steps while it holds the lock of one of the files.
 TURNS = "FROSTLAB_TURNS"
 _MOST_PROCESSES = 10**6
 

@@ -116,7 +116,7 @@ def fitted(tables: Sequence[Rows], width: int | None, keep: int) -> tuple[Rows, 
     The first row is the head, and the first cell of each other row is its name. If the first table
     is too wide, the beginning that all names share is left out of them. If one of the first `keep`
     tables then fits, it is chosen. If none does, names are cut in the middle to fit the last of
-    these or, if they are no longer different or too short, one of the tables after it.
+    these. If they would become equal or very short, they are cut to fit one of the later tables.
 
     Args:
         tables: the same rows with fewer and fewer columns.

@@ -1,8 +1,8 @@
 """Conversion of parsed JSON to dataclasses, checked key by key against their annotations.
 
-The error for an invalid value is one line that names the file and the key. Numbers must be finite
-and whole numbers fit in 64 bits: Python's JSON parser accepts others, but arithmetic with them may
-fail later.
+The error for an invalid value is one line that names the file and the key. Infinite numbers, NaN
+and whole numbers of more than 64 bits are refused: Python's JSON parser accepts them, but
+arithmetic with them may fail later.
 """
 
 import dataclasses

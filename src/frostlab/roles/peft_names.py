@@ -1,9 +1,11 @@
 """Names of the parameters of modules that PEFT wrapped.
 
-PEFT wraps a module in two ways. An adapter's layer keeps the module as `base_layer` and also holds
-the weights of its adapters; only active adapters are in use. A module that is to be trained
+PEFT wraps a module in three ways. An adapter's layer keeps the module as `base_layer` and also
+holds the weights of its adapters; only active adapters are in use. A module that is to be trained
 whole (`modules_to_save`, such as the head of a classifier) is copied: while an adapter is active,
-the model uses the adapter's copy, and `original_module` is out of use.
+the model uses the adapter's copy, and `original_module` is out of use. An embedding of which only
+some tokens are trained (`trainable_token_indices`) is in a wrapper that uses `token_adapter`, an
+adapter's layer around the embedding.
 """
 
 import sys
@@ -32,7 +34,7 @@ class PeftNames:
 
     def __init__(self, model: nn.Module) -> None:
         self.tuners: dict[str, Any] = {}  # path → an adapter's layer
-        # path of a wrapper with copies of its module → the rest of the path to the copy in use
+        # path of a wrapper of the second or third kind → the rest of the path to the module in use
         self.copied: dict[str, list[str]] = {}
         tuners = sys.modules.get("peft.tuners.tuners_utils")
         if tuners is None:  # PEFT is not loaded, so nothing is wrapped

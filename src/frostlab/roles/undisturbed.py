@@ -195,7 +195,8 @@ def _restore(generator: Any) -> Callable[[], Any]:
 def _generators(model: nn.Module) -> Iterator[Any]:
     """Yield the generators of Python and numpy, and those that the model's code can name.
 
-    These are in modules, in their classes, and in the files and functions that define their code.
+    The latter are attributes of modules and of their classes, globals of the files that define
+    these classes, and globals and closures of functions that modules hold.
     """
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     yield random

@@ -470,7 +470,7 @@ def _change_by_eps(trunk: Trunk, norm: Any) -> tuple[float, float]:
     """Return the largest relative change that eps causes, and the input variance where it occurs.
 
     A norm turns the variance v of its input into w = v / (v + eps). The new layers apply a second
-    norm, which should change nothing but multiplies its input by 1 / √(w + eps), which is about
+    norm. It should change nothing, but it multiplies its input by 1 / √(w + eps), which is about
     1 + (eps / (v + eps) - eps) / 2.
     """
     if norm.eps <= _NEGLIGIBLE:

@@ -28,7 +28,8 @@ class Origin:
     scope: Literal["head", "matrix"] | None = None  # argument of `orthogonalize`; None: randomized
     # the matrix that was orthogonalized; None: randomized
     source: Literal["weights", "gaussian", "identity"] | None = None
-    std: float | Literal["match", "orthonormal"] | None = None  # of `randomize`; None: not that
+    # argument of `randomize`; None: orthogonalized
+    std: float | Literal["match", "orthonormal"] | None = None
     seed: int | None = None  # None: nothing was drawn
 
     @property

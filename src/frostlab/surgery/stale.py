@@ -34,7 +34,7 @@ class _Expected:
     def is_missed_by(self, held: Collection[int]) -> bool:
         """Return whether an optimizer that trains the parameter's model should also train it.
 
-        That is so if it has a gradient; without one, its model may not be in training yet.
+        That is so if the parameter has a gradient; without one, its model may not train yet.
 
         Args:
             held: the ids of the optimizer's parameters.

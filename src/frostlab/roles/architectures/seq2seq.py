@@ -136,7 +136,7 @@ CLIP: Table = {
 
 
 def clip_heads(module: Any, stack: str) -> Heads:
-    """Return a CLIP stack's heads from its own config; a model of one stack has only that one."""
+    """Return a CLIP stack's heads from its own config, the only config of a model of one stack."""
     return heads_from(getattr(module.config, f"{stack}_config", module.config))
 
 

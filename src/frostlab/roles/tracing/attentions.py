@@ -66,12 +66,12 @@ class Factor:
 
 @dataclass(eq=False)
 class Attention:
-    """One execution of an attention; if the scores are a sum of products, one for each product."""
+    """One execution of an attention or, if its scores are a sum of products, one such product."""
 
     sides: dict[str, Side]
     core: Node  # the node whose operands are the query and the key
     place: int  # number of the softmax, or of the fused attention, in the order of the graph
-    result: Node  # the product with the values; `core` if it is fused, or this one has no values
+    result: Node  # the product with the values; `core` if it is fused, or `sides` has no value
     position: list[Contraction] = field(default_factory=list)  # projections of positions
     added: list[Use] = field(default_factory=list)  # parameters that shift or scale the scores
     lookups: list[Contraction] = field(default_factory=list)  # contractions that enter the scores
@@ -294,7 +294,7 @@ class Attentions:
                 continue
             asks = query_operand(graph, softmax, product, [p for p in scores if p is not product])
             if self._asks.setdefault(product, asks) == asks and product in earlier:
-                continue  # an earlier attention made these scores, and is read there
+                continue  # these are the scores of an earlier attention, which has been read
             if asks is None:
                 raise UnknownArchitecture(
                     f"{self._where(softmax)} does not show which side of its attention is the "

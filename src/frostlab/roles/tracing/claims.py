@@ -1,7 +1,8 @@
 """What the attentions of a watched pass say about each parameter: roles of rows, and heads.
 
 Every head of every side (query, key or value) claims the rows that it is computed from. A row has
-one role: a model in which two sides claim the same row is refused.
+one role: a model in which two sides claim the same row is refused. Contractions are explained in
+`graph.py`.
 """
 
 from collections.abc import Iterable
@@ -126,7 +127,7 @@ def _claims_of(graph: Graph, attention: Attention) -> Iterable[tuple[Use, Claim]
 
 
 def _crosses_heads(attention: Attention) -> bool:
-    """Return whether an attention attends to channels, so that rows differ from key to key."""
+    """Return whether keys are channels instead of tokens: then each has rows of its own."""
     side = attention.sides.get("key")
     first: dict[tuple[int, ...], Group] = {}
     for group in [] if side is None else side.groups:
@@ -275,8 +276,8 @@ def _roles_lie_apart(claims: list[Claim], axis: int) -> bool:
 def _share_head_counts(findings: dict[int, Finding]) -> None:
     """Complete the `Heads` of query, key and value with the head counts of one another.
 
-    If the heads of a query are not known, there may be more than those of its keys: if the numbers
-    of rows differ, the heads of the keys are not stated either.
+    If the heads of a query are not known, there may be more of them than heads of its keys. So, if
+    the query has another number of rows than the key or value, their heads are not stated either.
     """
     counts: dict[int, dict[str, int]] = {}
     unknown: dict[int, set[int]] = {}  # place → numbers of rows of queries without heads

@@ -348,7 +348,7 @@ def query_operand(
     Return None if this cannot be decided.
 
     Args:
-        others: the other products that are added in the scores, such as one of a later layer.
+        others: the other products in the sum of the scores, such as that of another layer.
     """
     blocked = [(other, (0, 1, 2)) for other in others]
     start = graph.edge(softmax, 0)
@@ -396,8 +396,8 @@ def sums_along(softmax: Node, product: Node) -> bool:
 def mixes_vectors(graph: Graph, node: Node) -> bool:
     """Return whether one entry of a node's result depends on entries of several vectors.
 
-    They then differ along two axes or more, as those of an attention do. A norm or an activation
-    function works along one axis.
+    The indices of these entries then differ along two axes or more, as in an attention. A norm or
+    an activation function works along one axis.
     """
     result = GradientEdge(node, 0)
     seed = torch.zeros(shape_at(result), dtype=dtype_at(result), device=device_at(result))

@@ -129,11 +129,11 @@ def _from_copy(small: Small, slots: Sequence[Slot], batch: Any) -> Found:
     for slot in slots:
         if slot.name not in small.names:
             raise UnknownArchitecture(f"{slot.name} is not in a copy that is built from the config")
-        twin = small.names[slot.name]
-        measured, place = found.placements[twin]
+        stand_in = small.names[slot.name]
+        measured, place = found.placements[stand_in]
         if measured.rows is not None:
             axis = slot.axis if measured.axis is None else measured.axis
-            before, after = shapes[twin][axis], slot.shape[axis]
+            before, after = shapes[stand_in][axis], slot.shape[axis]
             measured = replace(
                 measured,
                 rows={r: _scaled(rows, before, after) for r, rows in measured.rows.items()},
@@ -253,8 +253,8 @@ def _refuse_without_history(
 ) -> None:
     """Raise an error if a projection of an attention is computed without gradients.
 
-    The trace misses such an attention, so it may differ from that of another layer, from which the
-    role of the projection was copied. If the result of a projection is never used, a copied role is
+    The trace misses such an attention. The role of its projection was copied from another layer,
+    whose attention may differ. If the result of a projection is never used, a copied role is
     allowed.
     """
     hidden = graph.without_history() - graph.reached()
@@ -511,7 +511,7 @@ def _agree(
     slots: Mapping[str, Slot],
     layers: Layers,
 ) -> None:
-    """Raise Contradiction if a parameter is, say, the value of one layer and not of another."""
+    """Raise Contradiction if a weight is, say, a value in one layer but not in another layer."""
     first: dict[tuple[object, ...], tuple[str, set[str]]] = {}
     for name, (measured, place) in placements.items():
         roles = {place.role} if measured.rows is None else set(measured.rows)

@@ -252,7 +252,8 @@ class Graph:
     def activations_of(self, node: Node) -> list[GradientEdge]:
         """Return the edges to the inputs of a node that are not made of parameters alone.
 
-        A function of autograd that is written in Python takes parameters themselves, not aliases.
+        A function of autograd that is written in Python takes parameters themselves, not the
+        aliases that stand for them elsewhere (`Use.alias`).
         """
         edges = [self.edge(node, index) for index in range(len(node.next_functions))]
         return [

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-_ALIKE = 0.8  # smallest share of parameter names that two repeated modules have in common
+_ALIKE = 0.8  # smallest fraction of parameter names that two repeated modules have in common
 
 
 class Layers:

@@ -3,6 +3,7 @@
 In a layer, the first projection of such a network is `up` and the last is `down`. If the results of
 two first projections are multiplied, the one with the activation function is the `gate`.
 Several projections may be rows of one weight, which may also hold an attention's queries.
+`graph.py` explains contractions. An alias is a tensor that stands for one use of a parameter.
 """
 
 from collections.abc import Callable
@@ -47,7 +48,7 @@ class Networks:
     # claimed parameter → role → rows that no attention claims
     beyond: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     biases: set[int] = field(default_factory=set)
-    crosses: set[int] = field(default_factory=set)  # outputs of cross-attention
+    crosses: set[int] = field(default_factory=set)  # in output projections of cross-attention
     matrices: set[int] = field(default_factory=set)  # weights of projections
 
     def give(
@@ -56,7 +57,7 @@ class Networks:
         role: str,
         rows: dict[int, tuple[int, Tensor]] | None = None,
     ) -> None:
-        """Give the parameters of a contraction a role, or only some of their rows.
+        """Give a role to the parameters of a contraction, or to some of their rows.
 
         Args:
             rows: id of an alias → the axis of the rows, and which of them get the role.

@@ -3,7 +3,8 @@
 A norm over all heads would make every head depend on every row, so the statistics of norms are held
 fixed. A mean, a sum or another statistic belongs to a norm only where it is subtracted from the
 very tensor that it was computed from, or multiplies or divides it, along the same axes. Everywhere
-else it keeps its history, e.g. in mean pooling.
+else it keeps its history, e.g. in mean pooling. An alias is a tensor that stands for one use of a
+parameter (`trace.py`).
 """
 
 import math
@@ -43,7 +44,7 @@ _ELEMENTWISE = MULTIPLIES | DIVIDES | ADDS | SUBTRACTS | _CASTS | {
     "relu",
 }  # fmt: skip
 _LIKE = {"view_as", "reshape_as", "expand_as", "type_as"}  # only the first tensor has values
-Key = tuple[Any, int]  # a tensor as it was at one time: see `Norms.key`
+Key = tuple[Any, int]  # a parameter, or one version of a tensor that may be changed in place
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Step:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     values: Sequence[Tensor]  # the tensors among its arguments
-    keys: Sequence[Key]  # what these tensors were before the call
+    keys: Sequence[Key]  # the keys of these tensors before the call
     held: int | None  # which of them is a norm's statistic
 
 
@@ -76,13 +77,13 @@ class Norms:
         self.computed: dict[int, frozenset[int]] = {}
         self._uses = uses  # id of an alias → its `trace.Use`
         self._alive: list[Tensor] = []  # so that no id is used twice
-        # A mean of norms is a statistic of the norms, and of what these are norms of.
+        # several for one tensor: a mean of the norms of x is a statistic of these norms and of x
         self._statistics: dict[Key, list[Statistic]] = {}
-        # tensor → all tensors of which it is a function, entry by entry, besides their statistics
+        # tensor → all tensors from which, and from whose statistics, it is made entry by entry
         self._made: dict[Key, frozenset[Key]] = {}
         # tensor → the tensors that it is a scaled or shifted copy of → aliases that scaled it
         self._copies: dict[Key, dict[Key, frozenset[int]]] = {}
-        self._live: set[Key] = set()  # computed from no constants alone, perhaps without gradients
+        self._live: set[Key] = set()  # not computed from constants alone, even if without gradient
         self._normalised: set[Key] = set()
         self._scaled: dict[Key, frozenset[int]] = {}  # normalised value → aliases that scale it
 
@@ -136,7 +137,7 @@ class Norms:
         return None
 
     def _statistic_of(self, key: Key, value: Tensor, other: Key, tensor: Tensor) -> set[Key]:
-        """Return the tensors of which one is a statistic and the other a scaled copy."""
+        """Return the tensors of which `value` is a statistic and `tensor` a scaled copy."""
         copied = self._copied(other).keys()
         for statistic in self._statistics.get(key, ()):
             if (shared := statistic.origins & copied) and _is_aligned(value, statistic, tensor):
@@ -144,7 +145,7 @@ class Norms:
         return set()
 
     def _aliases(self, step: Step) -> tuple[frozenset[int], bool]:
-        """Return the parameters that a call uses, and whether it uses no other tensor."""
+        """Return the ids of the aliases that a call uses, and whether it uses no other tensor."""
         found: set[int] = set()
         alone = bool(step.values)
         for value in step.values:
@@ -265,7 +266,7 @@ class Norms:
             self._scaled[after] = own
         elif scaled and step.name in ADDS and self._are_alike(own, scaled[0]):
             self.owned |= own
-        elif len(step.values) == 1:  # a cast or a view of it
+        elif len(step.values) == 1:  # a cast or a view
             if normalised:
                 self._normalised.add(after)
             if scaled:

@@ -125,7 +125,7 @@ def _layer_fields(config: Any) -> Iterator[tuple[str, int]]:
 
 
 def _shrunk(config: Any, changes: frozenset[str], layers: int) -> Any:
-    """Return a copy of the config with fewer layers, and with what `changes` names made small."""
+    """Return a copy of the config with fewer layers, in which the sizes in `changes` are small."""
     small = copy.deepcopy(config)
     tokens: dict[int, int] = {}
     for one in _configs(small):
@@ -299,8 +299,8 @@ class _Index:
 def _deciding_numbers(model: nn.Module) -> dict[type, set[str]]:
     """Return class → its integers by which layers of the same shapes may do different things.
 
-    The index of a layer is one if the code asks whether it is even, but not if it only chooses an
-    entry of a cache.
+    For example, a layer's index is included if the code asks whether the index is even, but not if
+    the index only chooses an entry of a cache.
     """
     values: dict[tuple[str, type, str, str], set[int]] = defaultdict(set)
     for path, layer in model.named_modules(remove_duplicate=False):

@@ -1,7 +1,8 @@
 """Roles of the weights around the attentions, from where they stand in the graph.
 
 The first projection of an attention's result is its output projection. Weights before all
-attentions are embeddings or positions, and weights after all attentions are the head.
+attentions are embeddings or positions, and weights after all attentions are the head. A contraction
+is an operation in which parameters meet an activation: a matrix product, a convolution or a lookup.
 """
 
 import math
@@ -37,7 +38,7 @@ class Around(Networks):
     pooling: set[Node] = field(default_factory=set)  # projections that weigh tokens
 
     def find(self) -> None:
-        """Read every contraction, then the parameters that are only added or multiplied."""
+        """Give roles to the parameters of all contractions, then to those that are in none."""
         graph = self.graph
         contractions = [c for c in map(graph.contraction, graph.order) if c is not None]
         for contraction in contractions:
@@ -131,8 +132,8 @@ class Around(Networks):
     ) -> tuple[dict[int, tuple[int, Tensor]], GradientEdge] | None:
         """Return which columns of a weight multiply an attention's result, if only some do.
 
-        In this case, the result is concatenated with another activation, and its edge is returned,
-        too. None: all columns multiply the result, or it is concatenated in another way.
+        In this case, the result is concatenated with another activation, whose edge is returned as
+        well. None: all columns multiply the result, or it is concatenated in another way.
         """
         graph, edge = self.graph, contraction.activation
         while edge is not None and graph.kind(edge.node) in SHAPES - {"Cat"}:
@@ -173,7 +174,11 @@ class Around(Networks):
             self.read_ups(other, [c for c in ups if c is not None], between)
 
     def _is_projected(self, sum_: Node) -> bool:
-        """Return whether only projections of its own layer use a sum, as `o` in o(att + v)."""
+        """Return whether a sum goes only into projections, all of the layer that makes the sum.
+
+        An example is the sum of an attention's result and v, which the output projection o uses in
+        o(attention + v).
+        """
         graph = self.graph
 
         def stop(node: Node) -> bool:
@@ -186,7 +191,11 @@ class Around(Networks):
         return bool(ends) and None not in ends and len(before | after) == 1 and "" not in after
 
     def _before_sum(self, sum_: Node) -> list[Contraction]:
-        """Return the nearest projections before a sum, also those before an attention."""
+        """Return the nearest projections before a sum.
+
+        The search passes through attentions, so it also finds the projections that make their
+        queries, keys and values.
+        """
         graph = self.graph
 
         def stop(node: Node) -> bool:
@@ -286,8 +295,8 @@ class Around(Networks):
     def _weighs_tokens(self, contraction: Contraction) -> bool:
         """Return whether a projection makes the weights of a sum, as in attention pooling.
 
-        A softmax follows, or a projection of which this is true, and then a product with an
-        activation that is not computed from this projection.
+        Its result goes through a softmax into a product with an activation that is not computed
+        from it, or it goes only into projections that make such weights.
         """
         graph = self.graph
 
@@ -334,9 +343,11 @@ class Around(Networks):
         return ends == {True}
 
     def _is_scaled(self, contraction: Contraction, product: Node) -> bool:
-        """Return whether the other factor is a scale: an input of the model, or a smaller one.
+        """Return whether a projection's result is scaled in a product, and is not the scale itself.
 
-        A product of numbers, such as the ratio of the norms of two vectors, scales one of them.
+        The other factor is then computed from the model's inputs alone, or has fewer entries. If
+        both factors are single numbers for each token, such as the norms of two vectors, the
+        projection's result must be vectors.
         """
         edges = [self.graph.edge(product, index) for index in (0, 1)]
         if any(edge is not None and self.graph.is_given(edge) for edge in edges):
@@ -359,7 +370,8 @@ class Around(Networks):
     def _convolves(self, contraction: Contraction) -> bool:
         """Return whether a 1 × 1 convolution is one of several, of which some are larger.
 
-        A larger one comes before or after it, or its result is added, as in a residual block.
+        A larger one comes directly before or after it, or the results of both are added, as in a
+        residual block.
         """
         graph = self.graph
 

@@ -87,7 +87,7 @@ class Pin:
     name: str  # of the function
     result: Any
     always: bool = True  # False: only if none of the call's parameters has moved
-    held: int | None = None  # the call is made, and the result replaces this tensor of its own
+    held: int | None = None  # not None: the call is made, with `result` as its tensor no. `held`
 
     def copy(self, history: bool = True) -> Tensor:
         """Return a copy; with `history`, it requires a gradient: torch's kernels depend on that."""

@@ -105,9 +105,9 @@ def _verify(
 def _pins(graph: Graph, attentions: Attentions) -> dict[int, Pin]:
     """Return the calls that repeat their recorded result in later passes, by number.
 
-    Statistics, results and output projections of attentions, and residual sums always do.
-    Projections do unless one of their parameters is moved. Short convolutions do not, as their
-    inputs may change.
+    Statistics of norms, results and output projections of attentions, and residual sums always do.
+    Other projections do unless one of their parameters is moved. Depthwise convolutions over
+    several tokens that make queries, keys or values do not, as their inputs may change.
     """
     records = graph.trace.records
     sides = [side for attention in attentions.found for side in attention.sides.values()]
@@ -134,7 +134,10 @@ def _pins(graph: Graph, attentions: Attentions) -> dict[int, Pin]:
 
 
 def _sums_after(graph: Graph, attentions: Attentions, result: Node) -> list[Node]:
-    """Return the sums of an attention's result that only projections use, such as those with q."""
+    """Return the sums with an attention's result, such as attention(q, k, v) + q.
+
+    Only sums that go into projections count, and not those that reach another attention first.
+    """
 
     def stop(node: Node) -> bool:
         return graph.contraction(node) is not None or node in attentions.core
