@@ -58,7 +58,7 @@ class Prepared:
     classes: int  # number of classes; 0 for language modelling
     vocabulary: int  # number of token ids
     pad: int  # token id that pads short examples
-    # train, report and tune (selects checkpoints); no tune with `splits: published`
+    # train, report and tune, which selects checkpoints; no tune if `data.splits` is published
     splits: dict[str, Tokens]
     origin: dict[str, str]  # where each split comes from, and how rows were held out or dropped
     caution: str | None  # a warning to show with every score

@@ -1,7 +1,7 @@
 """Agreement of decoded and true envelopes: Pearson's r, its chance level, and right decisions.
 
-A decision is for the one of two envelopes with which the decoded envelope correlates more. `stitch`
-joins the windows that a decoder predicts into one signal.
+A decision chooses, of two envelopes, the one that correlates more with the decoded envelope.
+`stitch` joins the windows that a decoder predicts into one signal.
 """
 
 from collections.abc import Sequence

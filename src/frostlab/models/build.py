@@ -157,7 +157,7 @@ def _pretrained(
         config.num_labels = classes
     text = config.get_text_config()
     if not settings.weights or text.pad_token_id is None:
-        # some classifiers need it to find the last token before the padding
+        # some classifiers find the last token of a text by the padding token after it
         text.pad_token_id = pad
     positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < length:
@@ -389,7 +389,7 @@ _ASSUMED, _AT_MOST = " (assumed)", " at most"
 
 
 def _config_at_hand(name: str) -> tuple[str, str]:
-    """Return the name and no note; if its config is unavailable, its architecture and a note."""
+    """Return the name and ""; if its config is unavailable, its architecture and a note."""
     try:
         find_config(name)
     except Refused:

@@ -152,14 +152,14 @@ class Attention(nn.Module):
         return F.dropout(self.out(mixed.flatten(2)), self.dropout, self.training)
 
     def _bias(self, query: Tensor, places: Tensor) -> Tensor:
-        """Return the score of each query for its distance to each key: (B, heads, T, T)."""
+        """Return (q_i + place_bias)·p_{i−j} of each query and key, scaled: (B, heads, T, T)."""
         keys = self.position(places).unflatten(-1, (self.heads, -1))  # (2T − 1, heads, size)
         scores = (query + self.place_bias[:, None].to(query.dtype)) @ keys.permute(1, 2, 0)
         bias = by_distance(scores) * query.shape[-1] ** -0.5
         return bias.to(query.dtype)
 
     def _learned_bias(self, query: Tensor) -> Tensor:
-        """Return the score of each query for its distance to each key: (B, heads, T, T)."""
+        """Return q_i·r_{i−j} of each query and key, scaled: (B, heads, T, T)."""
         length, size = query.shape[-2:]
         keys = self.relative_positions[LONGEST - length : LONGEST + length - 1]
         # from the distance length − 1 down to 1 − length, as `by_distance` needs them

@@ -95,7 +95,7 @@ def _text_for(data: Named) -> dict[str, Any]:
         if isinstance(values[key], str) and values[key] not in _SPLITS:
             values[key] = None
     if data.splits == "honest" and values["report"] == "validation" and values["tune"] is None:
-        values["report"] = None  # with `splits: honest`, the validation split becomes `tune`
+        values["report"] = None  # the validation split of docstrings already selects checkpoints
     return {
         "name": "docstrings-pairs" if len(facts.texts) > 1 else "docstrings",
         **values,

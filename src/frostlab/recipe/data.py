@@ -65,7 +65,8 @@ class Corpus(DataSettings):
     # maximum number of tokens per example; for language, of tokens that are predicted
     length: Annotated[Length, Field(ge=2)] = 128
     stride: Positive | None = None  # tokens between the starts of two examples; null: length
-    # honest: `tune` selects the checkpoint; published: `report` selects it and is reported
+    # honest: the split `tune` selects the checkpoint, and `report` gives the final scores;
+    # published: `report` does both
     splits: Literal["honest", "published"] = "honest"
     train: str = "train"  # name of the training split
     # tune and report: a share of train, or a split's name; null: the default of the data set

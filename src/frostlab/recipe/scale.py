@@ -26,7 +26,7 @@ class Sizes:
     epochs: int  # per stage
     batch: int
     examples: int  # training examples
-    evaluated: int  # examples of tune, and of report
+    evaluated: int  # examples of each split that is not trained on: tune, report
     length: int  # tokens per example
     samples: int  # samples per window of EEG
     width: int
@@ -170,7 +170,7 @@ class _Scaling:
                 if stage["patience"] is not None:
                     stage["patience"] = min(stage["patience"], sizes.epochs)
         warmup, steps = self.recipe.optim.warmup, train.steps
-        if warmup >= 1:  # warm-up steps become a share; 10 % if train.steps is unknown
+        if warmup >= 1:  # warm-up steps become a share; 10 % if train.steps is null or no larger
             share = warmup / steps if steps is not None and warmup < steps else 0.1
             self.set("optim", "warmup", float(f"{min(share, 0.5):g}"))
 

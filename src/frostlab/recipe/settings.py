@@ -22,7 +22,8 @@ class MetricFacts:
     # how an arm is compared with the baseline: by the difference; by the ratio, on the log scale;
     # or by the difference, with a margin that is a factor of the error rate, 1 − metric
     compared_by: Literal["difference", "ratio", "error rate"] = "difference"
-    margin: float | None = None  # default margin of a comparison
+    # default margin of a comparison: the largest disadvantage against the baseline that it accepts
+    margin: float | None = None
     bounds: tuple[float, float] = (-math.inf, math.inf)  # the least and the largest possible value
     form: Literal["number", "percent", "r"] = "number"  # how pages show it
     target: float | None = None  # for `frostlab diagnose`, if evaluate.target is null
@@ -218,7 +219,7 @@ class Supervise(Strict):
     layers: Literal["last", "all"] | Listed[Layers] = "last"
     # null: equal weights that sum to 1
     weights: Listed[Annotated[float, Field(gt=0)]] | None = None
-    frozen: bool = False  # true: include layers without trainable weights at or below them
+    frozen: bool = False  # true: include the frozen layers below all trainable weights
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -256,7 +257,7 @@ class Evaluate(Strict):
     patience: Positive | None = None  # evaluations without improvement before stopping
     # value of the metric; the result records the steps and seconds until it was reached
     target: float | None = None
-    # number of the longest examples that make a batch; batches of shorter examples have about as
-    # many tokens, so more examples. null: train.batch / train.accumulate, multiplied for a
-    # classifier by the number of layers with trainable weights
+    # examples in the first batch, which has the longest examples; batches of shorter examples have
+    # about as many tokens, so more examples. null: train.batch / train.accumulate; for a
+    # classifier, this number times the number of layers with trainable weights
     batch: Positive | None = None

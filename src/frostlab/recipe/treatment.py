@@ -67,9 +67,9 @@ class Randomize(Strict):
 class Identity(Strict):
     """Replacement of weights with rows of the identity, which are orthonormal; nothing is drawn.
 
-    The rows of all heads, in order, become the rows of the identity, which are repeated if there
-    are more rows than columns. A head (or, with the scope matrix, a matrix) with more rows than
-    columns becomes the identity with rows of zeros below it.
+    The rows of a weight, in order, become the rows of the identity. A weight with more rows than
+    columns goes on with the first row of the identity (scope head) or with rows of zeros (scope
+    matrix). Heads with more rows than columns each become the identity with rows of zeros below it.
     """
 
     method: Literal["identity"]

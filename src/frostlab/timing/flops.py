@@ -260,7 +260,10 @@ class StepSavings(Savings):
 
     @property
     def speed_up_with_traffic(self) -> float:
-        """The largest possible speed-up at `_MOST_FLOPS_PER_BYTE`, with the optimizer's traffic."""
+        """The largest possible speed-up of a step of matmuls and the optimizer's memory traffic.
+
+        Moving a byte counts as much as `_MOST_FLOPS_PER_BYTE` FLOPs.
+        """
         frozen = self.flops / _MOST_FLOPS_PER_BYTE + self.traffic
         everything = self.flops_all / _MOST_FLOPS_PER_BYTE + self.traffic_all
         return everything / frozen if frozen else 1.0

@@ -67,7 +67,7 @@ def estimated_peak(
 
     It is the peak of a training step over `tokens` tokens or, if larger, of an evaluation over
     `evaluated` tokens at once. A language model's evaluation keeps logits, their log-probabilities
-    and, if the logits are not float32, a copy of them that is.
+    and, if the logits are not float32, a float32 copy of the logits.
     """
     step = estimated_memory(parts, value_bytes, language, optimizer)
     copies = _FLOAT_BYTES * (2 if value_bytes < _FLOAT_BYTES else 1)

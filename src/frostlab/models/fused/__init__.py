@@ -1,4 +1,4 @@
-"""Operations with Triton kernels on CUDA, which also work in compiled layers and captured steps."""
+"""Operations with Triton kernels on CUDA, which also work in compiled layers and CUDA graphs."""
 
 from collections.abc import Callable
 from typing import Any

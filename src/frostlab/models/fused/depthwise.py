@@ -1,7 +1,7 @@
 """A depthwise convolution along time over (B, T, C): in Triton kernels on CUDA, else in torch's.
 
-The kernels are wrapped in operators of torch, so that compiled layers and captured steps can
-contain them.
+The kernels are wrapped in operators of torch, so that compiled layers and CUDA graphs can contain
+them.
 """
 
 from typing import Any

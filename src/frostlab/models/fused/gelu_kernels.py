@@ -51,7 +51,10 @@ def _backward(
     upstream, x, by_x, shares, count, width,
     tanh: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of x for a block of columns, and its sums over this program's rows."""
+    """Write the gradient of x for a block of columns, and its sums over this program's rows.
+
+    The sums go to `shares`; `add_shares` then adds those of all programs.
+    """
     column = tl.program_id(0) * columns + tl.arange(0, columns)[None, :]
     added = tl.zeros((rows, columns), tl.float32)
     stride = tl.full((), width, tl.int64)

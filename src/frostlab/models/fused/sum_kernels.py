@@ -54,7 +54,11 @@ def add_shares(shares: Tensor, sums: Sequence[Tensor]) -> None:
 
 
 def programs_down(x: Tensor, across: int, rows: int, per_processor: int) -> int:
-    """Return how many programs share the rows of x, if `across` programs share its columns."""
+    """Return into how many parts to divide the rows of x, if its columns are divided into `across`.
+
+    A program takes one part of the rows and one of the columns. There are about `per_processor`
+    programs per multiprocessor, or fewer, because no part is smaller than a block of `rows` rows.
+    """
     processors = multiprocessors(x.device)
     most = triton.cdiv(x.numel() // x.shape[-1], rows)
     return max(1, min(triton.cdiv(per_processor * processors, across), most))
