@@ -455,7 +455,7 @@ class _Case:
 
     @property
     def population(self) -> Paired | None:
-        """The effect for other test examples; its interval contains the one for these examples."""
+        """The effect for other test examples; its interval contains that for the examples used."""
         population, pair = self.statement.population, self.pair
         if population is None or pair is None:
             return None

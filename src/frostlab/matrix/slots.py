@@ -201,9 +201,9 @@ def make_slots(
 
 
 def advised(device: str, memory: int | None, with_mps: bool) -> tuple[int, int | None]:
-    """Return how many runs share a device with `--per-device auto`, and how many of them train.
+    """Return, for `--per-device auto`, how many runs share a device, and how many may take steps.
 
-    The second number is None if all of them may train at the same time.
+    The second number is None if all of them may take steps at the same time.
     """
     if device == "cpu":
         return 1, None
