@@ -55,6 +55,18 @@ def test_devices_are_named_and_checked(two_gpus: dict[int, list[int]]) -> None:
         parse_devices("cuda:1,cuda:1")
 
 
+@pytest.mark.parametrize("visible", ["1,-1,0", "1,,0", "1,none,0"])
+def test_gpus_after_an_invalid_entry_are_not_visible(
+    two_gpus: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch, visible: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert parse_devices(None) == ["cuda:0"]
+    with pytest.raises(fl.BadInput, match="'cuda:1' is not a device of this machine"):
+        parse_devices("cuda:1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    assert parse_devices(None) == ["cuda:0", "cuda:1"]
+
+
 def test_without_a_gpu_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "count_gpus", lambda: 0)
     assert parse_devices(None) == ["cpu"]

@@ -120,8 +120,8 @@ def compare(
         typer.Option(
             "--allow-confound",
             metavar="KEY",
-            help="Allow the arms to differ in this setting, too; the verdict is then confounded. "
-            "Can be repeated.",
+            help="Allow the arms to differ in this setting, which is not compared; the verdict is "
+            "then confounded. Can be repeated.",
         ),
     ] = None,
     assay: Annotated[
@@ -281,7 +281,7 @@ def stand_ins_from(data_dir: Path | None) -> "Callable[[Recipe], Recipe]":
 
 
 def _refuse_options(context: typer.Context, allowed: tuple[str, ...], reason: str) -> None:
-    """Refuse all options on the command line but the allowed ones; the environment may set any."""
+    """Refuse options that are not allowed, unless only an environment variable sets them."""
     for parameter in context.command.params:
         if parameter.name not in allowed and _is_given(context, str(parameter.name)):
             raise BadInput(f"{reason}, so {parameter.opts[0]} has no meaning with it")

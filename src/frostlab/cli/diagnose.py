@@ -82,12 +82,12 @@ def diagnose(
 
     A recipe is trained first, for --epochs or --steps. If the recipe has stages (phases
     that train different weights), they share these epochs or steps. The result is then
-    compared with targets, if there are any. The target of the metric on the tune split is
-    the recipe's evaluate.target or, for EEG by default, a correlation of 0.3. For EEG, a
-    published study has two more targets: one for the gradient of the first layers relative
-    to the head's, and one for the change of the first layers' weights. For EEG, diagnose
-    also shows how steady the norm of the whole model's gradient was, and the study's advice
-    if something is wrong.
+    compared with targets, if there are any. The target of the metric on the tune
+    (validation) split is the recipe's evaluate.target or, for EEG by default, a correlation
+    of 0.3. For EEG, a published study has two more targets: one for the gradient of the
+    first layers relative to the head's, and one for the change of the first layers'
+    weights. For EEG, diagnose also shows how steady the norm of the whole model's gradient
+    was, and the study's advice if something is wrong.
 
     The exit code is 1 if the run diverged, if a frozen part changed, if a recipe missed
     a target, or if a part that is not frozen explodes, does not learn, or changes
@@ -239,7 +239,7 @@ def _show(
     if targets:
         echo(f"\n{targets_table(targets)}")
     if hints is not None and hints.lines:
-        echo("\nrules of thumb of the EEG study (the source), which do not decide the outcome:")
+        echo("\nrules of thumb of the published EEG study, which do not decide the outcome:")
         for line in hints.lines:
             echo("\n".join(wrapped(plain(f"  {line}"), width)))
 

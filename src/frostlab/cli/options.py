@@ -41,9 +41,10 @@ PerDevice = Annotated[
     str,
     typer.Option(
         "--per-device", metavar="N|auto",
-        help="Number of runs that share a device; their times cannot be compared then. auto: up "
-        "to 7 on a GPU with CUDA MPS, up to 3 on a GPU without it, as memory and CPU cores allow, "
-        "and 1 on the CPU. On a GPU, 2 of them wait for their turn to take steps.",
+        help="Number of runs that share a device; their times cannot be compared then. auto: as "
+        "many as memory and CPU cores allow, but at most 7 on a GPU with CUDA MPS, at most 3 on a "
+        "GPU without it, and 1 on the CPU. At most 5 of the 7, or 1 of the 3, take steps at the "
+        "same time; the others start, end, or wait.",
     ),
 ]  # fmt: skip
 WhenIdle = Annotated[

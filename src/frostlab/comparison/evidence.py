@@ -350,7 +350,7 @@ class TunedSetting:
     values: tuple[float, ...]  # the grid
     extended: bool  # whether the grid was extended at an end
     best: dict[str, float]  # arm → the value with the best mean over all seeds
-    on_edge: dict[str, bool]  # arm → `best` is at an end of the grid, with valid values beyond
+    on_edge: dict[str, bool]  # arm → `best` is at an end of the grid, and a value beyond is valid
     curves: dict[str, tuple[TuningPoint, ...]]  # arm → a point for each value
 
 

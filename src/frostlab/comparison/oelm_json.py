@@ -66,7 +66,8 @@ def orthogonality_arms(plan: Plan) -> tuple[str, str] | None:
     """Return the two arms that show the effect of orthogonality, or None if one is missing.
 
     Both freeze query and key; the first makes them orthogonal, the second random. Of several pairs,
-    pairs whose other settings are equal come first, and among these, pairs with equal norms.
+    pairs whose other settings are equal come first; among these, pairs in which each head has the
+    same norm; and then pairs whose first arm orthogonalizes the model's own weights of each head.
     """
     surgeries = {arm.name: _surgery(plan, arm) for arm in plan.arms}
     pairs = [
@@ -362,7 +363,7 @@ def _performance(evidence: Evidence, name: str) -> dict[str, Any]:
 
 
 def best_key(metric: str) -> str:
-    """Return the key of a metric's best value in comparison.json, as the sources name it."""
+    """Return the key of a metric's best value, which is named as in the study's scripts."""
     return "best_ppl" if metric == "perplexity" else f"best_{metric}"
 
 
@@ -475,7 +476,7 @@ def _speedup(evidence: Evidence, arm: str) -> dict[str, Any] | None:
 
 
 def _trust(evidence: Evidence, arm: str) -> dict[str, Any]:
-    """Return the verdict on an arm's step time, and whether the timing is proven."""
+    """Return the verdict on an arm's step time; `proven`: whether the timing can be trusted."""
     assert evidence.timing is not None
     timed = evidence.timing.arms[arm]
     return {

@@ -47,7 +47,8 @@ _FLOW = {  # gradient-flow quantity → title of its column
     "weight_change": "front weight change",
     "update": "front update/weight",
 }
-# word of the verdict on the planted harm → what the page says of it; other words: it was not found
+# Word of the verdict on the planted harm (the baseline with half its steps) → what the page says
+# about the harm. After any other word, the page says that the harm was not found.
 _ASSAY = {"worse": "was found", "better": "is no harm here, so it tests nothing"}
 _QUICK = "A quick comparison with short runs"
 
@@ -407,8 +408,9 @@ def _tuning_curves(setting: TunedSetting) -> str:
     note = (
         f"{escaped(setting.key)}: the mean over the seeds of the metric, on the split that selects "
         "the checkpoint, with its 95 % interval; the grid is the same for every arm. For each "
-        "seed, the other seeds choose the value, if there are any; `best` is the choice of all "
-        "seeds. If several settings are tuned, the others have their best values here."
+        "seed, the value was chosen by the scores of all other seeds (with a single seed, by its "
+        "own score); `best` is the choice by the scores of all seeds. If several settings are "
+        "tuned, the others have their best values here."
     )
     if setting.extended:
         note += " A best value was at an end of the grid, so the grid was extended once."

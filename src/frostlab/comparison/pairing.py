@@ -483,7 +483,7 @@ def _stage(stage: Stage) -> StageSummary:
 
 @dataclass(frozen=True)
 class _Sources:
-    """The digests that a run must have, unless files of data or weights changed between runs.
+    """The digests that a run must have; others show that files were changed between two runs.
 
     The data of all runs must be those of the first finished run, and the pretrained weights of an
     arm's runs must be those of the arm's first finished run.

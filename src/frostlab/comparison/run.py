@@ -241,9 +241,9 @@ def compare_runs(
 
 
 def judge_runs(plan: Plan, out: Path | None = None) -> Comparison:
-    """Judge the runs that a plan lists by absolute path, in the folder `out`.
+    """Judge the runs that a plan lists by absolute path, and write the results to the folder `out`.
 
-    By default this is a new folder, or the folder in which the same runs were judged before.
+    By default, `out` is a new folder, or the folder in which the same runs were judged before.
     """
     path = _folder_of_runs(plan) if out is None else out
     folder = ComparisonFolder(path.resolve())

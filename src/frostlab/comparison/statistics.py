@@ -23,7 +23,7 @@ Numbers = NDArray[np.float64]
 POWER = 0.8  # least average power at the effect that `could_have_found` returns
 LEAST_POWER = 0.5  # least power at this effect, with 96 % confidence
 NAN = math.nan
-_ANYTIME_VARIANCE = 1.0  # variance of the prior in `anytime_critical`, in squared deviations
+_ANYTIME_VARIANCE = 1.0  # of the prior in `anytime_critical`, whose unit is the standard deviation
 _SKEW_DRAWS = 20_000  # simulated comparisons behind the limit of the skewness
 
 

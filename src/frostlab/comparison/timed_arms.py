@@ -1,9 +1,10 @@
 """Interleaved timing of whole training steps of several arms, with A/A controls.
 
 All arms (variants of one recipe) run in one process and take blocks of steps in turn; one round is
-one block of every arm. The controls are further copies of the baseline, which differ only in their
-memory addresses. An arm is called faster or slower only if it differs from the copies by more than
-they differ from each other. If a control differs that much, the timing proves nothing.
+one block of every arm. Every few rounds, all models are built again (a build). The controls are
+further copies of the baseline, which differ only in their memory addresses. An arm is called faster
+or slower only if it differs from the copies by more than they differ from each other. If a control
+differs that much, the timing proves nothing.
 """
 
 import gc
@@ -356,9 +357,9 @@ def time_arms(
     """Time whole steps of every arm, until the intervals of all ratios are narrow or time is up.
 
     Args:
-        seconds: time limit for the rounds and the builds between them, after the two or three
-            builds that plan the timing; twice as long if fewer than `FEWEST_BUILDS` builds were
-            timed. Two builds are always timed.
+        seconds: time limit for the rounds and the builds between them. It does not include the
+            first two or three builds, whose durations are needed to plan the rounds. It is twice as
+            long if fewer than `FEWEST_BUILDS` builds were timed. Two builds are always timed.
         width: target width of every 95 % interval over the builds, including the controls',
             relative to the ratio: 0.01 means ±0.5 %. The reported intervals can be wider: they hold
             for all arms at once, and they allow for differences between the copies of the baseline.

@@ -205,7 +205,7 @@ def _worst(arms: Mapping[str, Scores], rules: Rules) -> float | None:
 
 
 def _pool(cases: Sequence["_Case"]) -> Pool | None:
-    """Pool the differences from the first baseline: of arms with enough pairs and all runs."""
+    """Pool the differences from one baseline, of arms with enough pairs and no missing run."""
     baseline = cases[0].statement.baseline if cases else ""
     same = [
         case.differences
@@ -455,7 +455,7 @@ class _Case:
 
     @property
     def population(self) -> Paired | None:
-        """The effect for other test examples; its interval contains the one for these examples."""
+        """The effect for other test examples; its interval contains that for the examples used."""
         population, pair = self.statement.population, self.pair
         if population is None or pair is None:
             return None

@@ -117,7 +117,8 @@ class TensorBoard:
     def metrics(self, step: int, metrics: Mapping[str, Any], at: float | None = None) -> None:
         """Write the metrics of an evaluation as `Validation/<metric>`, with NaN for None.
 
-        Metrics of supervised layers are written as `Validation/layer_<number>/<metric>`.
+        Metrics of supervised layers (layers with a loss of their own) are written as
+        `Validation/layer_<number>/<metric>`.
         """
         layers = metrics.get("layers", {})
         groups = {"Validation": {k: v for k, v in metrics.items() if k != "layers"}}
@@ -224,8 +225,8 @@ def tag_of(part: str) -> str:
 def export_run(run: str | Path, out: str | Path) -> Path:
     """Write the losses, evaluations and gradient flow of a recorded run as event files in `out`.
 
-    If the run has scale tiny or small, or stand-ins, the files are in a folder inside `out` whose
-    name says so.
+    If the run's recipe was reduced (scale tiny or small), or if stand-ins replaced missing data or
+    weights, the files are in a folder inside `out` whose name says so.
     """
     record = RunRecord(Path(run))
     events = record.events()
@@ -243,9 +244,9 @@ def export_run(run: str | Path, out: str | Path) -> Path:
 def marked_folder(folder: str | Path, recipe: Recipe) -> Path:
     """Return the folder for the event files of a recipe's run.
 
-    It is `folder` itself, unless the run has scale tiny or small, or stand-ins: TensorBoard shows
-    the name of the folder as the name of the run, so such a run gets a folder inside `folder` with
-    a name such as `tiny-stand-in`.
+    It is `folder` itself, unless the recipe was reduced (scale tiny or small), or stand-ins replace
+    missing data or weights. TensorBoard shows the name of the folder as the name of the run, so
+    such a run gets a folder inside `folder` with a name such as `tiny-stand-in`.
     """
     return Path(folder) / recipe.marks.removeprefix("-")
 

@@ -59,7 +59,8 @@ _RECORD_BYTES = 2_000_000  # smallest size of a run's files without checkpoints 
 _BYTES_PER_STEP = 60  # about what a step adds to events.jsonl
 _HEAD = ("id", "runs", "parameters", "steps", "step", "evaluations", "time", "memory", "disk")
 _LESS_IMPORTANT = ("parameters", "evaluations", "disk", "step", "runs", "steps")  # left out first
-_KEPT_WHOLE = 3  # tables tried before ids are shortened: without 0, 1 and 2 of the columns above
+# Tables tried before ids are shortened: all columns, then without the first one or two of these.
+_KEPT_WHOLE = 3
 
 
 @dataclass(frozen=True)

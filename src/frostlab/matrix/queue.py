@@ -76,7 +76,7 @@ class Queue:
         self._asked_to_stop, self._each_turn, self._say = asked_to_stop, each_turn, say
         self._crashes: Counter[Path] = Counter()
         self._blocked: Counter[Path] = Counter()
-        self._unwanted: set[Path] = set()  # tasks that were asked to stop one by one
+        self._unwanted: set[Path] = set()  # folders of tasks that `drop` has asked to stop
         self._next_probe = 0.0
 
     def outcomes(self, tasks: Sequence[Task]) -> Generator[Ended, None, None]:

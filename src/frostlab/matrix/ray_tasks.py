@@ -5,7 +5,7 @@ as here or else where FROSTLAB_DATA says. A run writes to a temporary folder of 
 thread sends what has changed to an actor on the driver's node (the driver is the process that works
 through the queue). The actor writes it into the folder of runs: first new files, with result.json
 as the last, and then it removes old files. In this order, the copy can be resumed whenever the node
-dies: its runs start elsewhere from the last checkpoint that arrived.
+dies: the node's runs start elsewhere from the last checkpoint that arrived.
 """
 
 import importlib

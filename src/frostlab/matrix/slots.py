@@ -70,11 +70,16 @@ def _has_children() -> bool:
 
 def count_gpus() -> int:
     """Return the number of CUDA devices that this process can use."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         first = Gpu(wanted_gpu("cuda:0"))
-        number = int(first.nvml.nvmlDeviceGetCount())
-        return number if visible is None else len([w for w in visible.split(",") if w.strip()])
+        if "CUDA_VISIBLE_DEVICES" not in os.environ:
+            return int(first.nvml.nvmlDeviceGetCount())
+        number = 1
+        with suppress(NoGpu):  # the end of the list, or an entry that is not a GPU
+            while True:
+                Gpu(wanted_gpu(f"cuda:{number}"))
+                number += 1
+        return number
     except NoGpu:
         if not os.path.exists("/dev/nvidiactl"):
             return 0
@@ -196,9 +201,9 @@ def make_slots(
 
 
 def advised(device: str, memory: int | None, with_mps: bool) -> tuple[int, int | None]:
-    """Return how many runs share a device with `--per-device auto`, and how many of them train.
+    """Return, for `--per-device auto`, how many runs share a device, and how many may take steps.
 
-    The second number is None if all of them may train at the same time.
+    The second number is None if all of them may take steps at the same time.
     """
     if device == "cpu":
         return 1, None

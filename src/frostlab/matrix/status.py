@@ -124,7 +124,7 @@ def _unplanned(record: Summary) -> RunStatus:
 
 
 def _row(run: PlannedRun, record: Summary | None, interrupted: str) -> RunStatus:
-    """Return what the plan and the record say; `interrupted` is the state of an interrupted run."""
+    """Return what the plan and the record say; an interrupted run gets the state `interrupted`."""
     planned = (run.name, run.id, run.phase, run.data, run.method, run.seed)
     if record is None:
         return RunStatus(*planned, "waiting", run.baseline, run.optional, metric=run.metric)

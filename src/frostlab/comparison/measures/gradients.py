@@ -1,7 +1,8 @@
 """Gradient flow of the arms: how large the first two layers' gradients and changes are.
 
-An arm is a variant of the compared recipe. The first two layers are called the front. A report
-holds the numbers of one measured step.
+An arm is a variant of the compared recipe. The first two layers are called the front. A part is
+all weights of one role, such as query, in one layer. A report holds the numbers of one measured
+step.
 """
 
 import math

@@ -92,7 +92,7 @@ def run_times(evidence: Evidence) -> str:
         note += " *Scaled*: the runs are shorter than an epoch, so its time is extrapolated."
     if evidence.rounds:
         rows.append(["alternating runs", *(_rounds(times[name]) for name in arms), "stability"])
-        note += " The alternating runs are extra runs, one at a time, arm after arm."
+        note += " The alternating runs are extra runs, one at a time; a round has one of every arm."
     return f"{markdown(['time', *arms, 'shows'], rows)}\n\n{note}"
 
 
