@@ -113,7 +113,6 @@ class TimedArm:
         built = replace(arm.built, model=deepcopy(arm.built.model))
         current = place_model(built, recipe, stage, 0, task, compute)
         self.model = current.model
-        current.objective.train()
         self.feed = make_feed(current, recipe, prepared, task, compute)
         self.step = make_step(current, recipe, prepared, task, compute, self.feed)
         self.order = self.feed.order(0)[:MOST_BATCHES] if order is None else order

@@ -122,7 +122,6 @@ def _check(name: str, recipe: Recipe, runs: int, data_dir: Path | None, device: 
         first = build_first_stage(recipe, prepared, task, compute.precision)
         assembly = assemble(first, recipe, prepared, task, compute)
         current = assembly.current
-        current.objective.train()
         feed = make_feed(current, recipe, prepared, task, compute)
         step = make_step(current, recipe, prepared, task, compute, feed)
         largest = _largest_batches(feed)

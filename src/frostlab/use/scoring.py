@@ -45,14 +45,10 @@ from frostlab.training.eeg_report import (
     reported,
 )
 from frostlab.training.evaluate import evaluate
-from frostlab.training.setup import (
-    best_model,
-    check_same_data,
-    choose_precision,
-    modes_of,
-)
+from frostlab.training.restore import best_model, check_same_data
+from frostlab.training.setup import add_loss, choose_precision, modes_of
 from frostlab.training.state import evaluation_batch
-from frostlab.training.step.objective import Objective, resolve_supervision
+from frostlab.training.step.objective import Objective
 from frostlab.training.tasks import TASKS
 
 SPLITS = ("report", "tune", "train")
@@ -247,12 +243,10 @@ class Evaluator:
 
 def _objective(record: RunRecord, recipe: Recipe, device: torch.device) -> Objective:
     """Return a run's best model with its loss, on a device."""
-    model = best_model(record)
-    objective = TASKS[recipe.data.task].objective(model, recipe)
+    supervise = None
     if record.ending == "finished":  # else the model may lack layers that a later stage adds
-        last = recipe.stages[-1].supervise if recipe.stages else None
-        objective.supervision = resolve_supervision(last or recipe.supervise, model)
-    return objective.to(device)
+        supervise = (recipe.stages[-1].supervise if recipe.stages else None) or recipe.supervise
+    return add_loss(best_model(record), recipe, supervise, TASKS[recipe.data.task]).to(device)
 
 
 def _class_scores(
