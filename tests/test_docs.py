@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 import frostlab as fl
 from frostlab.recipe.data import LOADERS
-from frostlab.recipe.load import models_in
+from frostlab.recipe.invalid import models_in
 from frostlab.roles.description import _by_class
 from tiny import tiny
 from zoo import SIZES
