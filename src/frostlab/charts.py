@@ -31,6 +31,7 @@ _FONT = "Liberation Sans, Arial, Helvetica, Noto Sans CJK SC, Noto Sans CJK JP, 
 _INK = "#222222"  # text on white; in a page, text has the page's own colour
 LONGEST = 100  # most characters of a text in a chart
 _LARGEST = 1e300  # larger numbers, such as infinity, are not drawn
+_PIXELS = 2  # pixels of a PNG per unit of length of a drawing
 LABEL = 40  # most characters of a label at an axis: the width of a long one is slow to measure
 _ID = re.compile(r'( id="|"url\(#)((?:clip|gradient_)\d+)(?=[")])')
 _ATTRIBUTE = re.compile(r' ([\w:-]+)="([^"]*)"')
@@ -154,12 +155,12 @@ def page_svg(drawing: str, name: str) -> Markup:
     return checked_svg(drawing.replace(f'"{_INK}"', '"currentColor"'), name)
 
 
-def figure_files(drawing: str, scale: float = 2) -> dict[str, bytes]:
+def figure_files(drawing: str) -> dict[str, bytes]:
     """Return SVG that `still` has drawn as files: extension (svg, png, pdf) → content."""
     _, vl_convert = require_drawing("drawing a chart")
     return {
         "svg": drawing.encode(),
-        "png": vl_convert.svg_to_png(drawing, scale=scale),
+        "png": vl_convert.svg_to_png(drawing, scale=_PIXELS),
         "pdf": vl_convert.svg_to_pdf(drawing),
     }
 

@@ -52,7 +52,7 @@ from frostlab.training.stages import (
     stages_of,
 )
 from frostlab.training.state import StageModel, Task
-from frostlab.training.step import build_step
+from frostlab.training.step import Batches, build_step
 from frostlab.training.step.eager import EagerStep
 from frostlab.training.step.objective import Objective, check_stack, logits_of, resolve_supervision
 from frostlab.training.step.optimizer import build_optimizer
@@ -235,12 +235,14 @@ def make_step(
         recipe.train,
         compute,
         steps=current.stage.steps,
-        tokens=_tokens_per_step(recipe, prepared, compute),
-        shapes=feed.number_of_shapes,
+        batches=Batches(
+            tokens=_tokens_per_step(recipe, prepared, compute),
+            shapes=feed.number_of_shapes,
+            one_shape=compute.world.size > 1 and feed.one_shape,
+        ),
         unused=_has_unused(current, recipe, prepared, task, compute),
         lr_scales=lr_scales(current.model, current.stage, current.index, current.entered),
         watches_inside=watches_inside,
-        one_shape=compute.world.size > 1 and feed.one_shape,
     )
 
 

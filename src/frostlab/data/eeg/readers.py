@@ -136,7 +136,7 @@ def _challenge_reader(
             heading.name,
             heading.subject,
             measured,
-            load_envelope(envelope),
+            [load_envelope(envelope)],
             channels=channels,
             rates=(data.file_rate, data.file_rate),
             rate=data.rate,
@@ -235,13 +235,12 @@ def _matlab_reader(
             heading.name,
             heading.subject,
             measured,
-            speech[0].ravel(),
+            [speech[0].ravel(), speech[1].ravel()],
             channels=channels,
             rates=(MATLAB_RATE, MATLAB_RATE),
             rate=data.rate,
             band=data.band,
             reference=reference,
-            other=speech[1].ravel(),
         )
         return recording, channels
 
@@ -344,7 +343,7 @@ def from_mne(
         name,
         subject,
         eeg,
-        np.asarray(envelope, dtype=np.float64),
+        [np.asarray(envelope, dtype=np.float64)],
         channels=channels,
         rates=(float(raw.info["sfreq"]), envelope_rate or float(raw.info["sfreq"])),
         rate=rate,
