@@ -31,11 +31,10 @@ from frostlab.comparison.evidence import (
     stored,
 )
 from frostlab.comparison.looks import Looks
+from frostlab.comparison.measures.arms import round_times
 from frostlab.comparison.measures.convergence import convergence
+from frostlab.comparison.measures.eeg import segment_scores, subject_tests
 from frostlab.comparison.measures.gradients import gradient_flow
-from frostlab.comparison.measures.segments import segment_scores
-from frostlab.comparison.measures.subjects import subject_tests
-from frostlab.comparison.measures.times import round_times
 from frostlab.comparison.oelm_json import have_equal_norms, oelm_arm, orthogonality_arms
 from frostlab.comparison.pairing import Runs, status_of, steps_compared, summarize
 from frostlab.comparison.plan import Plan, Rules, scale_of

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from frostlab.comparison.evidence import ArmVerdict, Evidence, RunSummary, read_evidence
-from frostlab.comparison.measures.performance import paired_runs
+from frostlab.comparison.measures.arms import paired_runs
 from frostlab.comparison.oelm_json import QUESTIONS, arm_key
 from frostlab.comparison.verdict import DOUBTFUL, MEANINGS
 from frostlab.errors import BadInput
