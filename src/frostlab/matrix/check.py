@@ -354,18 +354,18 @@ def _parts(verdict: Verdict) -> str:
     }
     counts = [entry.runs / verdict.at_once for entry in entries]
     return ", ".join(
-        f"{_time(sum(n * one for n, one in zip(counts, each, strict=True)))} of {name}"
-        for name, each in parts.items()
+        f"{_time(sum(n * spent for n, spent in zip(counts, seconds, strict=True)))} of {name}"
+        for name, seconds in parts.items()
     )
 
 
 def _row(entry: Checked) -> tuple[str, ...]:
     step = NONE if entry.step_seconds is None else _time(entry.step_seconds)
-    one = "" if entry.evaluation_seconds is None else f" × {_time(entry.evaluation_seconds)}"
+    times = "" if entry.evaluation_seconds is None else f" × {_time(entry.evaluation_seconds)}"
     memory = f"{'≈ ' if entry.memory_peak is None else ''}{_size(entry.memory)}"
     return (
         entry.id, str(entry.runs), f"{entry.parameters or 0:,}", f"{entry.steps or 0:,}", step,
-        f"{entry.evaluations or 0:,}{one}", hms(entry.seconds), memory, _size(entry.disk_bytes),
+        f"{entry.evaluations or 0:,}{times}", hms(entry.seconds), memory, _size(entry.disk_bytes),
     )  # fmt: skip
 
 

@@ -148,9 +148,9 @@ class _Watch(TorchFunctionMode):
             args, kwargs = self._hold(number, step)
             result = func(*args, **kwargs)
             if name == "embedding":
-                found = [t for t in tensors_in((args, kwargs)) if not t.is_floating_point()]
-                record.indices = found[0] if found else None
-                record.given = bool(found) and _storage(found[0]) in self.ids
+                indices = [t for t in tensors_in((args, kwargs)) if not t.is_floating_point()]
+                record.indices = indices[0] if indices else None
+                record.given = bool(indices) and _storage(indices[0]) in self.ids
         record.last = _node_number()
         if name in _KEPT and isinstance(result, Tensor):
             record.node = result.grad_fn
@@ -252,7 +252,7 @@ def _multi_head(
             (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
         )
         inputs = (query, key, value)
-        projected = [F.linear(*each) for each in zip(inputs, weights, biases, strict=True)]
+        projected = [F.linear(*operands) for operands in zip(inputs, weights, biases, strict=True)]
     if bias_k is not None and bias_v is not None:  # one more key and value, the same for all
         added = (bias_k.expand(1, *key.shape[1:-1], -1), bias_v.expand(1, *key.shape[1:-1], -1))
         pairs = zip(projected[1:], added, strict=True)

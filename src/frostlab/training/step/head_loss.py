@@ -186,8 +186,8 @@ class TiedGradient:
         The forward pass must run inside this context. Nothing changes if there is no such
         embedding, or if its gradient is not a plain sum.
         """
-        found = (m for m in model.modules() if type(m) is nn.Embedding and m.weight is weight)
-        embedding = next(found, None)
+        embeddings = (m for m in model.modules() if type(m) is nn.Embedding and m.weight is weight)
+        embedding = next(embeddings, None)
         if embedding is None or not _is_plain(embedding) or not torch.is_grad_enabled():
             yield
             return
