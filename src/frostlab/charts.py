@@ -48,7 +48,7 @@ _ATTRIBUTES = frozenset({
     "stroke-width", "text-anchor", "transform", "viewBox", "width", "x", "x1", "x2", "y", "y1",
     "y2",
 })  # fmt: skip
-PARTS = ("layer", "hconcat", "vconcat", "concat")  # keys of the charts inside a chart
+INNER_CHARTS = ("layer", "hconcat", "vconcat", "concat")  # keys of the charts inside a chart
 _NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 
@@ -114,7 +114,7 @@ def still(chart: Any, draw: Callable[[str], str] | None = None) -> str:
 
 
 def _has_zoom(spec: dict[str, Any]) -> bool:
-    members = [member for key in PARTS for member in spec.get(key, [])]
+    members = [member for key in INNER_CHARTS for member in spec.get(key, [])]
     own = any(param.get("bind") == "scales" for param in spec.get("params", []))
     return own or any(map(_has_zoom, members))
 
@@ -125,7 +125,7 @@ def _unclipped(spec: dict[str, Any]) -> dict[str, Any]:
         spec["mark"] = {key: value for key, value in spec["mark"].items() if key != "clip"}
     if "params" in spec:
         spec["params"] = [param for param in spec["params"] if param.get("bind") != "scales"]
-    for key in PARTS:
+    for key in INNER_CHARTS:
         if key in spec:
             spec[key] = list(map(_unclipped, spec[key]))
     return spec

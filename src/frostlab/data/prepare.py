@@ -23,7 +23,7 @@ from frostlab.data.builtin import (
     write_synthetic,
 )
 from frostlab.data.eeg.load import load_signals
-from frostlab.data.eeg.recordings import VALUES, PreparedData
+from frostlab.data.eeg.recordings import MOST_VALUES, PreparedData
 from frostlab.data.encode import Encoded, encode_labelled, encode_running
 from frostlab.data.files import format_of
 from frostlab.data.sources import Split, SplitPlan, TextData, plan_splits
@@ -185,10 +185,10 @@ def _check_sizes(data: DataSettings) -> None:
                     f"data.{key} {getattr(data, key)} is too large with data.examples "
                     f"{data.examples}; the most is {MOST_DRAWN // drawn:,}"
                 )
-    if isinstance(data, SimulatedEEG) and data.seconds * data.rate * 64 > VALUES:
+    if isinstance(data, SimulatedEEG) and data.seconds * data.rate * 64 > MOST_VALUES:
         raise BadInput(
             f"data.seconds {data.seconds:g} is too large at {data.rate:g} Hz; the most is "
-            f"{VALUES / 64 / data.rate:.0f}"
+            f"{MOST_VALUES / 64 / data.rate:.0f}"
         )
 
 

@@ -54,7 +54,7 @@ _TIMED_BATCHES = 2  # timed batches of an evaluation
 _TIMED_SECONDS = 0.5  # short work is repeated and timed for about this long
 _REPEATS = 50  # most repetitions of short work
 _WARM_UP_STEPS = 3  # the second step records the CUDA graph of a captured step
-_KEPT = 3  # checkpoints on the disk at once: the best one and the newest two
+_CHECKPOINTS_KEPT = 3  # checkpoints on the disk at once: the best one and the newest two
 _RECORD_BYTES = 2_000_000  # smallest size of a run's files without checkpoints and events
 _BYTES_PER_STEP = 60  # about what a step adds to events.jsonl
 _HEAD = ("id", "runs", "parameters", "steps", "step", "evaluations", "time", "memory", "disk")
@@ -162,7 +162,7 @@ def _check(name: str, recipe: Recipe, runs: int, data_dir: Path | None, device: 
             name, runs, None, parts.count(), parts.count("trainable"), steps, step_seconds,
             step.kind, seconds + reporting, evaluations, evaluating, reporting, checkpoints,
             copying, round(memory), peak,
-            _KEPT * checkpoint + _RECORD_BYTES + _BYTES_PER_STEP * steps,
+            _CHECKPOINTS_KEPT * checkpoint + _RECORD_BYTES + _BYTES_PER_STEP * steps,
         )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from frostlab.models.conformer import Conformer, ConformerConfig
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.models.named import (
-    OWN,
+    OWN_MODELS,
     architecture_of,
     check_weights_available,
     find_config,
@@ -49,7 +49,7 @@ from frostlab.storage import digest_of, file_digest
 from frostlab.text import typed
 
 # word in a key of `model.config` → the largest number allowed for this key; 2**24 for other keys
-_MOST = {"layer": 300, "position": 2**20}
+_LARGEST_SETTINGS = {"layer": 300, "position": 2**20}
 
 
 def build_for(recipe: Recipe, prepared: PreparedData) -> nn.Module:
@@ -288,7 +288,7 @@ def _apply_settings(config: Any, settings: PretrainedModel) -> None:
                 f"model.config.{key} is not in the config of {settings.name}"
                 f"{nearest(key, defaults)}"
             )
-        most = next((most for word, most in _MOST.items() if word in key), 2**24)
+        most = next((most for word, most in _LARGEST_SETTINGS.items() if word in key), 2**24)
         if isinstance(value, int | float) and typed(defaults[key], int) and value < 0:
             raise BadInput(f"model.config.{key} = {value} should not be negative")
         if isinstance(value, int | float) and abs(value) > most:
@@ -307,8 +307,8 @@ def blueprint(name: str) -> tuple[nn.Module, str]:
     an architecture of transformers, which has a default config, or a model on the hub. No
     weights are read or downloaded.
     """
-    if name in OWN:
-        model, config = OWN[name]
+    if name in OWN_MODELS:
+        model, config = OWN_MODELS[name]
         with _on_meta():
             return model(config()), "frostlab's default config"
     config, source = find_config(name)

@@ -14,7 +14,7 @@ from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.models.trust import careful, check_config, code_is_trusted
 from frostlab.recipe.model import PretrainedModel
 
-OWN: dict[str, tuple[Any, Any]] = {  # name → model class, config class
+OWN_MODELS: dict[str, tuple[Any, Any]] = {  # name → model class, config class
     "gpt": (GPT, GPTConfig),
     "decoder": (Decoder, DecoderConfig),
     "conformer": (Conformer, ConformerConfig),
@@ -120,7 +120,7 @@ def hub_answers() -> bool:
 
 def _nearest_architecture(name: str, architectures: Iterable[str]) -> str:
     """Return a hint with the architecture that a name begins with, or the most similar one."""
-    choices, last = [*architectures, *OWN], name.rpartition("/")[2].lower()
+    choices, last = [*architectures, *OWN_MODELS], name.rpartition("/")[2].lower()
     begins = architecture_of(name)
     if begins or "/" in name:  # a user's model on the hub is not a misspelt architecture
         return f"; did you mean `{begins}`?" if begins else ""
@@ -132,5 +132,5 @@ def architecture_of(name: str) -> str:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     last = name.rpartition("/")[2].lower()
-    begins = (kind for kind in (*CONFIG_MAPPING_NAMES, *OWN) if last.startswith(kind))
+    begins = (kind for kind in (*CONFIG_MAPPING_NAMES, *OWN_MODELS) if last.startswith(kind))
     return max(begins, key=len, default="")

@@ -35,7 +35,8 @@ PROJECTIONS = {"linear", "addmm", "conv1d", "conv2d"}
 _TRANSPOSES = {"T", "mT", "H", "mH"}  # attributes that compute a result like a function
 _CUTS = {"detach", "data"}  # operations whose results have no autograd history
 SUMS = ADDS
-_KEPT = PRODUCTS | PROJECTIONS | SUMS  # functions whose results are kept for later passes (pins)
+# functions whose results are kept for later passes (pins)
+_KEPT_FUNCTIONS = PRODUCTS | PROJECTIONS | SUMS
 _NORMS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"}
 
 
@@ -152,7 +153,7 @@ class _Watch(TorchFunctionMode):
                 record.indices = indices[0] if indices else None
                 record.given = bool(indices) and _storage(indices[0]) in self.ids
         record.last = _node_number()
-        if name in _KEPT and isinstance(result, Tensor):
+        if name in _KEPT_FUNCTIONS and isinstance(result, Tensor):
             record.node = result.grad_fn
             record.result = result.detach().clone()  # what follows may change it in place
             if self._pins is not None and number in self._pins and self._pins[number].always:

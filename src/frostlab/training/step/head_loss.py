@@ -25,7 +25,7 @@ from frostlab.training.batches.batch import IGNORED
 # the whole gradient of the head.
 CPU_CHUNK = 64 * 2**20
 GPU_CHUNK = 1 / 64  # as a fraction of the device's memory
-KEPT = "kept"  # attribute of a head that holds a bf16 copy of its weight while a step uses it
+HEAD_COPY = "kept"  # attribute of a head that holds a bf16 copy of its weight while a step uses it
 _ALIGNED = 64  # on a GPU, the columns of logits are padded to a multiple of this, for fast products
 
 
