@@ -9,6 +9,7 @@ import transformers.utils.hub
 import frostlab.data.sources
 import frostlab.data.tokenizers
 import frostlab.models.build
+import frostlab.models.named
 
 
 def cut_off(patch: pytest.MonkeyPatch) -> None:
@@ -24,5 +25,6 @@ def cut_off(patch: pytest.MonkeyPatch) -> None:
     patch.delenv("FROSTLAB_DATA", raising=False)
     for module in (frostlab.data.sources, frostlab.data.tokenizers):
         patch.setattr(module, "unreachable", lambda: "there is no hub")
-    patch.setattr(frostlab.models.build, "hub_answers", lambda: False)
+    for module in (frostlab.models.build, frostlab.models.named):
+        patch.setattr(module, "hub_answers", lambda: False)
     patch.setattr(transformers.utils.hub, "cached_file", local_file)

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 import frostlab as fl
 from frostlab.recipe.data import LOADERS
-from frostlab.recipe.load import models_in
+from frostlab.recipe.invalid import models_in
 from frostlab.roles.description import _by_class
 from tiny import tiny
 from zoo import SIZES
@@ -102,11 +102,11 @@ def test_the_conformer_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_gradient_flow_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    from frostlab.flow.judge import WORDS
+    from frostlab.flow.judge import VERDICTS
     from frostlab.flow.measurements import QUANTITIES
 
     text = (ROOT / "docs/gradient-flow.md").read_text()
-    assert [word for word in (*WORDS, *QUANTITIES) if word not in text] == []
+    assert [word for word in (*VERDICTS, *QUANTITIES) if word not in text] == []
     (code,) = blocks("docs/gradient-flow.md")
     exec(code, {})
     out = capsys.readouterr().out

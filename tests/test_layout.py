@@ -57,15 +57,28 @@ TRAINING = (
     "progress",
     "state",
     "setup",
+    "restore",
     "samples",
     "evaluate",
     "eeg_report",
     "tasks",
-    "exits",
     "step_log",
     "loop",
     "run",
 )
+# The assembly line from a recipe to a step, and the few modules that may call its parts: whoever
+# needs a model, batches or a step of a recipe gets them from `training/setup.py`.
+ASSEMBLY = {
+    "build_for": {"training/setup.py", "bench/whole_run.py"},  # the benchmark's peer has no recipe
+    "treat": {"training/setup.py", "training/restore.py"},  # restoring: without new values
+    "build_prefix": {"training/setup.py", "bench/workloads.py"},
+    "Feed": {"training/setup.py"},
+    "build_step": {"training/setup.py", "bench/peers.py"},
+    "build_optimizer": {"training/setup.py", "training/step/__init__.py", "bench/peers.py"},
+    "EagerStep": {"training/setup.py", "training/step/__init__.py"},
+    "CompiledStep": {"training/step/__init__.py"},
+    "CapturedStep": {"training/step/__init__.py"},
+}
 MOST_LINES = 600
 MOST_MODULES = 14  # in one folder
 # Base names that several rooms use, each for the same role.
@@ -133,6 +146,18 @@ def test_every_module_of_training_has_its_place_in_the_order() -> None:
     there = {path.relative_to(SOURCE / "training").parts[0].removesuffix(".py") for path in MODULES
              if room_of(path) == "training"}  # fmt: skip
     assert there == set(TRAINING)
+
+
+def calls_of(text: str, name: str) -> bool:
+    """Whether a module calls a function of this name."""
+    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+    return any(isinstance(call.func, ast.Name) and call.func.id == name for call in nodes)
+
+
+@pytest.mark.parametrize("part", ASSEMBLY)
+def test_there_is_one_assembly_line(part: str) -> None:
+    callers = {str(p.relative_to(SOURCE)) for p in FILES if calls_of(p.read_text(), part)}
+    assert callers == ASSEMBLY[part]
 
 
 def test_files_stay_readable() -> None:

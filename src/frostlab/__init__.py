@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from frostlab.surgery.orthogonal import orthogonalize, randomize
     from frostlab.surgery.save import export, load_trainable, save_trainable
     from frostlab.training.evaluate import register_metric
-    from frostlab.training.exits import early_exits
     from frostlab.training.run import RunFailed
     from frostlab.training.treatment import register_treatment
+    from frostlab.use.exits import early_exits
     from frostlab.use.run import Run, load_run, run
 
 _HOMES = {  # public name → the module inside frostlab that defines it
@@ -76,7 +76,7 @@ _HOMES = {  # public name → the module inside frostlab that defines it
     "compare": "comparison.run",
     "compare_group": "experiments.run",
     "compare_runs": "comparison.run",
-    "early_exits": "training.exits",
+    "early_exits": "use.exits",
     "export": "surgery.save",
     "freeze": "surgery.freeze",
     "fused": "roles.description",

@@ -31,6 +31,7 @@ _FONT = "Liberation Sans, Arial, Helvetica, Noto Sans CJK SC, Noto Sans CJK JP, 
 _INK = "#222222"  # text on white; in a page, text has the page's own colour
 LONGEST = 100  # most characters of a text in a chart
 _LARGEST = 1e300  # larger numbers, such as infinity, are not drawn
+_PIXELS = 2  # pixels of a PNG per unit of length of a drawing
 LABEL = 40  # most characters of a label at an axis: the width of a long one is slow to measure
 _ID = re.compile(r'( id="|"url\(#)((?:clip|gradient_)\d+)(?=[")])')
 _ATTRIBUTE = re.compile(r' ([\w:-]+)="([^"]*)"')
@@ -47,7 +48,7 @@ _ATTRIBUTES = frozenset({
     "stroke-width", "text-anchor", "transform", "viewBox", "width", "x", "x1", "x2", "y", "y1",
     "y2",
 })  # fmt: skip
-PARTS = ("layer", "hconcat", "vconcat", "concat")  # keys of the charts inside a chart
+INNER_CHARTS = ("layer", "hconcat", "vconcat", "concat")  # keys of the charts inside a chart
 _NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 
@@ -113,7 +114,7 @@ def still(chart: Any, draw: Callable[[str], str] | None = None) -> str:
 
 
 def _has_zoom(spec: dict[str, Any]) -> bool:
-    members = [member for key in PARTS for member in spec.get(key, [])]
+    members = [member for key in INNER_CHARTS for member in spec.get(key, [])]
     own = any(param.get("bind") == "scales" for param in spec.get("params", []))
     return own or any(map(_has_zoom, members))
 
@@ -124,7 +125,7 @@ def _unclipped(spec: dict[str, Any]) -> dict[str, Any]:
         spec["mark"] = {key: value for key, value in spec["mark"].items() if key != "clip"}
     if "params" in spec:
         spec["params"] = [param for param in spec["params"] if param.get("bind") != "scales"]
-    for key in PARTS:
+    for key in INNER_CHARTS:
         if key in spec:
             spec[key] = list(map(_unclipped, spec[key]))
     return spec
@@ -154,12 +155,12 @@ def page_svg(drawing: str, name: str) -> Markup:
     return checked_svg(drawing.replace(f'"{_INK}"', '"currentColor"'), name)
 
 
-def figure_files(drawing: str, scale: float = 2) -> dict[str, bytes]:
+def figure_files(drawing: str) -> dict[str, bytes]:
     """Return SVG that `still` has drawn as files: extension (svg, png, pdf) → content."""
     _, vl_convert = require_drawing("drawing a chart")
     return {
         "svg": drawing.encode(),
-        "png": vl_convert.svg_to_png(drawing, scale=scale),
+        "png": vl_convert.svg_to_png(drawing, scale=_PIXELS),
         "pdf": vl_convert.svg_to_pdf(drawing),
     }
 

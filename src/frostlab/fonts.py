@@ -47,7 +47,7 @@ def with_fonts(drawings: Mapping[str, bytes]) -> dict[str, bytes]:
         for style, text in _texts(drawing):
             letters.setdefault(style, set()).update(text)
             styles[name].add(style)
-    rules = {style: "".join(_rules(style, found)) for style, found in letters.items()}
+    rules = {style: "".join(_rules(style, used)) for style, used in letters.items()}
     return {
         name: _insert(drawing, "".join(rules[style] for style in sorted(styles[name])))
         for name, drawing in drawings.items()
@@ -115,7 +115,7 @@ def _fonts(style: Style, letters: Iterable[str]) -> list[Any]:
     objects = {
         int(number): body for number, body in _OBJECT.findall(vl_convert.svg_to_pdf(drawing))
     }
-    found = {}
+    fonts = {}
     for body in objects.values():
         if b"/DescendantFonts" not in body:
             continue
@@ -132,8 +132,8 @@ def _fonts(style: Style, letters: Iterable[str]) -> list[Any]:
         for key, make in (("FontFile2", _true_type), ("FontFile3", _cff)):
             if codes and title is not None and f"/{key}".encode() in descriptor:
                 data = _stream(objects[_reference(descriptor, key)])
-                found[title[1].decode()] = make(data, codes, title[1].decode())
-    return [found[title] for title in sorted(found)]
+                fonts[title[1].decode()] = make(data, codes, title[1].decode())
+    return [fonts[title] for title in sorted(fonts)]
 
 
 def _reference(body: bytes, key: str) -> int:

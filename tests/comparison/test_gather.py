@@ -16,7 +16,7 @@ from comparing import GROWN, HEARING, LANGUAGE, compare, plant, reseal
 from frostlab.comparison.evidence import RefusedPair
 from frostlab.comparison.gather import _at_chance
 from frostlab.comparison.load import make_plan
-from frostlab.comparison.measures.subjects import subject_tests
+from frostlab.comparison.measures.eeg import subject_tests
 from frostlab.comparison.run import judge_again
 from frostlab.flow.diagnosis import diagnose
 from frostlab.records.folder import RunRecord

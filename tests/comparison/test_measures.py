@@ -14,15 +14,17 @@ import frostlab as fl
 from comparing import plan
 from frostlab.comparison.evidence import CONVERGED, Evidence, RefusedPair, RoundTimes
 from frostlab.comparison.measures import convergence as measured
-from frostlab.comparison.measures.convergence import convergence
-from frostlab.comparison.measures.overview import (
+from frostlab.comparison.measures.arms import (
+    arm_times,
     data_name,
+    mean_of,
     model_name,
     overview,
+    retained,
+    total_gap,
 )
-from frostlab.comparison.measures.performance import mean_of, retained
+from frostlab.comparison.measures.convergence import convergence
 from frostlab.comparison.measures.show import convergence_section, run_times
-from frostlab.comparison.measures.times import arm_times, total_gap
 from frostlab.comparison.plan import Plan, Rules
 from frostlab.matrix.show import HEAD, OverviewRow, overview_table
 from frostlab.recipe.load import load_recipe

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from frostlab.data.arrays import VALUES, map_npy, read_npy, read_npz
+from frostlab.data.arrays import MOST_VALUES, map_npy, read_npy, read_npz
 from frostlab.errors import BadInput
 
 
@@ -100,8 +100,8 @@ def test_a_small_npz_cannot_become_large(tmp_path: Path) -> None:
 
 def test_a_file_with_holes_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.npy"
-    path.write_bytes(declared(f"({VALUES + 1},)"))
-    os.truncate(path, 9 * VALUES)  # the file is as long as it says, and has no blocks on the disk
+    path.write_bytes(declared(f"({MOST_VALUES + 1},)"))
+    os.truncate(path, 9 * MOST_VALUES)  # as long as the file says, and without blocks on the disk
     with pytest.raises(BadInput, match=r"an array may have 0 to 134,217,728 values$"):
         read_npy(path)
 

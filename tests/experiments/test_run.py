@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import frostlab as fl
-import frostlab.use.scoring
+import frostlab.use.evaluation
 from frostlab.comparison.statistics import paired
 from frostlab.experiments.further import further_results, read_scores_of
 from frostlab.experiments.run import judge_group
@@ -75,7 +75,7 @@ def test_the_same_call_trains_nothing_again(
         raise AssertionError("everything is done")
 
     monkeypatch.setattr("frostlab.training.run.run", refuse)
-    monkeypatch.setattr(frostlab.use.scoring, "evaluate_run", refuse)
+    monkeypatch.setattr(frostlab.use.evaluation, "evaluate_run", refuse)
     shutil.move(group_file.parent / "texts", group_file.parent / "away")
     try:
         again = fl.compare_group(

@@ -316,7 +316,7 @@ class _Model(nn.Module):
 
 
 def _check_tensors(content: bytes, folder: Path) -> None:
-    from frostlab.training.setup import load_weights
+    from frostlab.training.restore import load_weights
     from frostlab.training.step.optimizer import restore_optimizer
 
     names = ("model.safetensors", "optimizer.safetensors")

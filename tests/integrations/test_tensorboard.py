@@ -16,7 +16,7 @@ from flowing import adamw, loss_at, tiny_gpt, watched
 from frostlab.integrations.tensorboard import TensorBoard, export_run, tag_of
 from frostlab.records.schema import EvaluationEvent, FlowEvent, StepEvent
 from frostlab.training import loop
-from frostlab.training.setup import best_model
+from frostlab.training.restore import best_model
 from frostlab.training.state import Best
 from frostlab.training.step.eager import EagerStep
 from fuzz.targets_pages import small_flow

@@ -15,8 +15,9 @@ import transformers
 
 import frostlab as fl
 from bad_configs import BAD
-from frostlab.models.build import blueprint, build_model, find_config
+from frostlab.models.build import blueprint, build_model
 from frostlab.models.convert import convert
+from frostlab.models.named import find_config
 from frostlab.models.trust import TRUST, check_weights
 from frostlab.recipe.load import recipe_from
 from tiny import tiny

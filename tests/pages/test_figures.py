@@ -15,6 +15,7 @@ from scipy import stats
 
 from frostlab.charts import cleaned, svg, themed
 from frostlab.comparison.evidence import Effect, Evidence, RefusedPair, Summary, read_evidence
+from frostlab.pages import compared_curves as drawn_curves
 from frostlab.pages import compared_figures as drawn
 from frostlab.pages import figures
 from frostlab.pages.compared import Compared, document
@@ -109,9 +110,9 @@ def test_a_comparison_without_finished_runs_has_no_figure_of_them(compared: Path
     empty = opened(compared, arms=arms, flow={}, timing=None)
     assert drawn.paired_differences(empty) is None
     for make in (
-        drawn.metric_bars, drawn.training_curves, drawn.time_ratios, drawn.time_bars,
-        drawn.step_times, drawn.tuning, drawn.cost_curves, drawn.gradient_flow, drawn.parameters,
-        drawn.trained_share,
+        drawn.metric_bars, drawn_curves.training_curves, drawn.time_ratios, drawn.time_bars,
+        drawn_curves.step_times, drawn.tuning, drawn_curves.cost_curves, drawn.gradient_flow,
+        drawn.parameters, drawn.trained_share,
     ):  # fmt: skip
         assert make(empty) == []
 
@@ -167,7 +168,7 @@ def test_runs_that_cannot_be_paired_are_left_out(compared: Path) -> None:
 
 def test_training_curves_are_the_mean_of_the_runs(compared: Path, tmp_path: Path) -> None:
     compared = evaluated(compared, tmp_path / "more")
-    figure = only(drawn.training_curves(opened(compared)), "training-curves")
+    figure = only(drawn_curves.training_curves(opened(compared)), "training-curves")
     for arm in ("baseline", "oelm"):
         values: dict[int, list[float]] = {}
         for seed in range(5):
@@ -214,7 +215,7 @@ def test_nothing_is_drawn_beyond_the_ends_of_a_scale(compared: Path, tmp_path: P
     }
     shown = opened(folder, arms=arms)
     bars = only(drawn.metric_bars(shown), "metric-means")
-    curves = only(drawn.training_curves(shown), "training-curves")
+    curves = only(drawn_curves.training_curves(shown), "training-curves")
     cut = "cut off at the smallest and largest possible value"
     for figure in (bars, curves):
         assert cut in figure.caption
@@ -294,7 +295,7 @@ def test_tuning_has_one_scale_and_marks_the_choice(tuned: Path) -> None:
 
 def test_flops_are_those_of_the_timed_steps(tuned: Path, tmp_path: Path) -> None:
     tuned = evaluated(tuned, tmp_path / "more")
-    figure = only(drawn.cost_curves(opened(tuned)), "metric-by-flops")
+    figure = only(drawn_curves.cost_curves(opened(tuned)), "metric-by-flops")
     for arm, timed in values_of(tuned)["timing"]["arms"].items():
         rows = [row for row in figure.rows if row["arm"] == arm]
         assert len(rows) == 2 * (arm in ("baseline", "oelm"))
@@ -303,7 +304,7 @@ def test_flops_are_those_of_the_timed_steps(tuned: Path, tmp_path: Path) -> None
 
 def test_seconds_are_the_mean_until_the_evaluation(compared: Path, tmp_path: Path) -> None:
     compared = evaluated(compared, tmp_path / "more")
-    figure = only(drawn.cost_curves(opened(compared)), "metric-by-seconds")
+    figure = only(drawn_curves.cost_curves(opened(compared)), "metric-by-seconds")
     for row in figure.rows:
         seconds = [
             event.total_seconds
@@ -339,7 +340,7 @@ def test_parameters_add_up(compared: Path) -> None:
 
 def test_a_loss_that_spans_a_decade_is_logarithmic() -> None:
     def is_log(metric: str, *values: float) -> bool:
-        return drawn._is_logarithmic(metric, {"arm": [dict(enumerate(values))]})
+        return drawn_curves._is_logarithmic(metric, {"arm": [dict(enumerate(values))]})
 
     assert is_log("loss", 10.1, 1.0)
     assert is_log("perplexity", 300.0, 20.0)

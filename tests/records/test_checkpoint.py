@@ -26,7 +26,7 @@ from frostlab.records.schema import NoteEvent, ResumeEvent
 from frostlab.roles.parts import Rows
 from frostlab.storage import SEAL, damaged_file, load_tensors, seal
 from frostlab.surgery.freeze import PartlyFrozen
-from frostlab.training.setup import best_model
+from frostlab.training.restore import best_model
 from tiny import tiny
 
 WEIGHTS = {"w": torch.arange(12.0)}
@@ -270,10 +270,10 @@ def test_a_moved_run_has_its_frozen_weights(
     oelm: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine may draw other weights from the seed; the run's folder has those that were used."""
-    from frostlab.training import setup
+    from frostlab.training import restore
 
     shutil.copytree(oelm.folder, tmp_path / "moved")
-    moved, treat = RunRecord(tmp_path / "moved"), setup.treat
+    moved, treat = RunRecord(tmp_path / "moved"), restore.treat
 
     def treat_otherwise(model: torch.nn.Module, *values: object, **named: object) -> set[str]:
         touched = treat(model, *values, **named)  # type: ignore[arg-type]
@@ -282,7 +282,7 @@ def test_a_moved_run_has_its_frozen_weights(
                 parameter.mul_(1.0001)
         return touched
 
-    monkeypatch.setattr(setup, "treat", treat_otherwise)
+    monkeypatch.setattr(restore, "treat", treat_otherwise)
     best_model(moved)  # it verifies the digest of the weights
     assert verify(moved.folder) == (1, [])
     (path,) = moved.folder.glob("checkpoints/frozen-*/frozen.safetensors")

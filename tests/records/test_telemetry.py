@@ -158,7 +158,7 @@ def test_an_error_of_the_run_passes_and_sampling_ends() -> None:
 def test_a_long_run_keeps_few_values_and_an_honest_median(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_KEPT", 64)
+    monkeypatch.setattr(module, "_VALUES_KEPT", 64)
     series = module._Series()
     for value in range(10_000):
         series.add(float(value))

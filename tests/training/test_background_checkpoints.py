@@ -14,7 +14,7 @@ from frostlab.records.schema import StepEvent
 from frostlab.storage import BackgroundWriter, plain_tensors
 from frostlab.training import loop
 from frostlab.training import run as running
-from frostlab.training.setup import best_model
+from frostlab.training.restore import best_model
 from frostlab.training.state import Best
 from frostlab.training.step.eager import EagerStep
 from frostlab.training.treatment import state_digest

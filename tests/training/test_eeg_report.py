@@ -32,8 +32,9 @@ from frostlab.training.batches.feed import Feed
 from frostlab.training.distributed import Compute, World, preserve_buffers
 from frostlab.training.eeg_report import draw_run
 from frostlab.training.evaluate import evaluate
+from frostlab.training.restore import best_model, check_same_data
 from frostlab.training.run import run
-from frostlab.training.setup import _has_unused, best_model, check_same_data
+from frostlab.training.setup import _has_unused
 from frostlab.training.stages import Entered, Stage, enter_stage, lr_scales, stages_of
 from frostlab.training.state import StageModel
 from frostlab.training.step.compiled import CompiledStep

@@ -14,6 +14,7 @@ import torch
 import yaml
 
 import frostlab as fl
+from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.load import recipe_from
 from frostlab.recipe.treatment import SAME, TREATMENTS
 from frostlab.records.schema import Best, EvaluationEvent, ResumeEvent, StepEvent
@@ -79,6 +80,22 @@ def test_modes_of_the_caller_do_not_change_a_run(
     with mode():
         record = fl.run(tiny(), runs=tmp_path)
     assert record.result.weights_digest == usual_digest
+
+
+def test_other_models_in_the_process_do_not_change_a_run(usual_digest: str, tmp_path: Path) -> None:
+    """What surgery, measuring and training leave behind belongs to their own models."""
+    model = GPT(GPTConfig(vocabulary=50, positions=12, width=16, layers=2, heads=2, classes=2))
+    fl.orthogonalize(model, "query", "key")
+    fl.freeze(model, "query", "key")
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    with fl.watch(model, optimizer, every_n_steps=1):
+        for _ in range(2):
+            model(torch.randint(50, (2, 12))).sum().backward()
+            optimizer.step()
+    fl.thaw(model)
+    fl.grow(model)
+    fl.run(tiny(treatment="oelm", model__layers=1, train__epochs=1), runs=tmp_path)
+    assert fl.run(tiny(), runs=tmp_path).result.weights_digest == usual_digest
 
 
 def test_autocast_of_the_caller_does_not_keep_old_weights(tmp_path: Path) -> None:

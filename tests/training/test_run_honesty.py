@@ -19,7 +19,7 @@ from frostlab.records.schema import StepEvent
 from frostlab.training import loop
 from frostlab.training.batches.batch import Order, collate, epoch_order, order_digest
 from frostlab.training.batches.feed import Feed
-from frostlab.training.setup import load_weights
+from frostlab.training.restore import load_weights
 from frostlab.training.step.eager import EagerStep, seed_step
 from frostlab.training.step.optimizer import build_optimizer
 from frostlab.training.treatment import treat

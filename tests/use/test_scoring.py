@@ -13,7 +13,8 @@ import frostlab as fl
 from eeg_made import made
 from frostlab.data.sources import LANGUAGES
 from frostlab.records.model_files import read_inputs
-from frostlab.use.scoring import evaluate_languages, evaluation_lines, languages_lines
+from frostlab.use.evaluation import evaluate_languages
+from frostlab.use.scoring import evaluation_lines, languages_lines
 from tiny import tiny
 from weather import recipe, rows, write_table
 

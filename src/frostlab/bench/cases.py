@@ -48,7 +48,7 @@ from frostlab.recipe.settings import Optim, StepKind
 from frostlab.roles.read import anatomy
 from frostlab.surgery.freeze import freeze
 from frostlab.timing.flops import CEILING_FORMULA, StepWork, savings, step_work
-from frostlab.timing.interleave import Driver, PairTimes, Step, as_driver
+from frostlab.timing.interleave import Driver, Step, as_driver
 from frostlab.training.batches.batch import collate, epoch_order, padding_limit
 
 FINE_TUNING = Optim(lr=2e-5)
@@ -81,7 +81,7 @@ def bert_finetune(settings: BenchSettings) -> Iterator[Result]:
     times = settings.interleave(ours, theirs, rounds=30, loop=loop)
     yield assemble_result(
         settings,
-        times,
+        times.to_dict(),
         step_work(bert(settings), length, batch * length),
         batch,
         case=f"{batch} × {length}",
@@ -126,7 +126,7 @@ def sst2_epoch(settings: BenchSettings) -> Iterator[Result]:
     timed = len(times.ours.seconds) * steps / len(order)
     yield assemble_result(
         settings,
-        times,
+        times.to_dict(mean=True),
         step_work(bert(settings), round(mean), batch * mean),
         batch,
         case=f"{batch} × {mean:.1f} on average",
@@ -137,7 +137,6 @@ def sst2_epoch(settings: BenchSettings) -> Iterator[Result]:
             "byte pairs learned from the dataset, not BERT's own word pieces",
             *(() if settings.on_gpu else ("the Trainer does not compile on the CPU here",)),
         ),
-        mean=True,
         extra={"mean_length": mean, "epoch_timed": timed},
     )
 
@@ -229,14 +228,13 @@ def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
     times = settings.interleave(ours, theirs, rounds=30, loop=loop)
     yield assemble_result(
         settings,
-        times,
+        times.to_dict(mean=bool(step_of_each_width)),
         step_work(model(0.1), round(mean), batch * mean),
         batch,
         case=f"{batch} × {mean:.0f}",
         check=check,
         step=loops[0].kind_and_reason,
         notes=(note,),
-        mean=bool(step_of_each_width),
     )
 
 
@@ -282,7 +280,7 @@ def _language(settings: BenchSettings, batch: int) -> Result:
     times = settings.interleave(ours, theirs, rounds=40, loop=loop)
     return assemble_result(
         settings,
-        times,
+        times.to_dict(),
         step_work(gpt(settings, vocabulary, 0, 0.0), length, batch * length),
         batch * length,
         case=f"{batch} × {length}",
@@ -341,7 +339,7 @@ def _frozen_qk(settings: BenchSettings, batch: int, length: int) -> Result:
     timed = times.to_dict()
     return assemble_result(
         settings,
-        times,
+        timed,
         works[0],
         batch,
         case=f"{batch} × {length}",
@@ -401,7 +399,7 @@ def _frozen_prefix(
     work, uncached_work = (step_work(model, length, batch * length) for model in (last, full))
     return assemble_result(
         settings,
-        times,
+        times.to_dict(),
         work,
         batch,
         case=f"{name} d {_width(last)}, {batch} × {length}",
@@ -448,7 +446,7 @@ def _decoder(width: int) -> Build:
 
 def assemble_result(
     settings: BenchSettings,
-    times: PairTimes,
+    times: dict[str, Any],
     work: StepWork,
     items: float,
     *,
@@ -456,22 +454,20 @@ def assemble_result(
     check: dict[str, Any],
     step: tuple[str, str],
     notes: tuple[str, ...] = (),
-    mean: bool = False,
     extra: dict[str, Any] | None = None,
 ) -> Result:
     """Assemble the result of a benchmark.
 
     Args:
+        times: both sides' times, as `PairTimes.to_dict` returns them.
         items: examples or tokens per step, in the benchmark's unit.
         case: the name of the variant in the table.
         check: the result of `check_losses`.
         step: the kind of our step (captured, compiled or eager), and the reason for it.
-        mean: report means over the rounds, not medians, because steps differ in length.
         extra: further keys of the result.
     """
     benchmark, ceilings = settings.benchmark, settings.ceilings
-    timed = times.to_dict(mean=mean)
-    seconds = timed["ours_ms"] / 1e3
+    seconds = times["ours_ms"] / 1e3
     bounds = ceilings.lower_bounds(work)
     spec = ceilings.spec_flops
     result: Result = {
@@ -482,14 +478,14 @@ def assemble_result(
         "work": benchmark.work,
         "against": benchmark.against,
         "precision": str(settings.precision).removeprefix("torch."),
-        **timed,
+        **times,
         "unit": benchmark.unit,
         "ours_per_s": items / seconds,
-        "theirs_per_s": items / (timed["theirs_ms"] / 1e3),
+        "theirs_per_s": items / (times["theirs_ms"] / 1e3),
         "ours_step": step[0],
         "ours_step_reason": step[1],
         **bounds,
-        "of_ceiling": bounds["ceiling_ms"] / timed["ours_ms"],
+        "of_ceiling": bounds["ceiling_ms"] / times["ours_ms"],
         "ceiling_is": CEILING_FORMULA,
         "flops": work.flops,
         "trainable": work.parameters,

@@ -128,7 +128,7 @@ def _deep_supervision(
     standard = step_work(partly_frozen(config, frozen), length, tokens)
     return assemble_result(
         settings,
-        times,
+        times.to_dict(),
         work,
         tokens,
         case=f"{name}{' frozen' if frozen else ''}, {batch} × {length}",

@@ -107,7 +107,7 @@ def whole_run(settings: BenchSettings) -> Iterator[Result]:
         PairTimes(
             SideTimes(ours.seconds, _median(ours, "prepare_s")),
             SideTimes(theirs.seconds, _median(theirs, "prepare_s")),
-        ),
+        ).to_dict(),
         StepWork(steps * work.flops, steps * work.parameters),
         steps * recipe.train.batch,
         case=f"{steps:,} steps",

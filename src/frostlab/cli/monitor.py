@@ -59,12 +59,12 @@ def status(
         raise BadInput("--live draws a table on a terminal; leave out --json and --markdown")
     if not live:
         gc.disable()  # with thousands of runs, looking for garbage takes a fifth of the time
-    found = read_status(runs, matrix)
+    status = read_status(runs, matrix)
     if as_json:
-        echo(json.dumps(status_values(found), indent=1))
+        echo(json.dumps(status_values(status), indent=1))
         return
     if markdown:
-        echo("\n\n".join([overview_table(overview_rows(found)), *map(escaped, cautions(found))]))
+        echo("\n\n".join([overview_table(overview_rows(status)), *map(escaped, cautions(status))]))
         return
     from rich.console import Console
 
@@ -73,19 +73,19 @@ def status(
     if not live:
         # In a pipe, nothing is shortened.
         width = width_of(wide or not sys.stdout.isatty())
-        console.print(terminal_table(found, width, most=most), soft_wrap=True)
+        console.print(terminal_table(status, width, most=most), soft_wrap=True)
         return
     from rich.live import Live
 
     def screenful() -> "Text":
         # The last line is left for the cursor.
-        return terminal_table(found, width_of(wide), height=console.height - 1)
+        return terminal_table(status, width_of(wide), height=console.height - 1)
 
     with Live(screenful(), console=console, auto_refresh=False) as screen:
         try:
-            while not ended(found):
+            while not ended(status):
                 time.sleep(_LIVE_SECONDS)
-                found = read_status(runs, matrix)
+                status = read_status(runs, matrix)
                 screen.update(screenful(), refresh=True)
         except KeyboardInterrupt:
             pass
@@ -155,9 +155,9 @@ def logs(
     path = find_log(runs, run, wait=follow)
     matrix = path.parent.parent.name
     while not path.exists():
-        found = read_status(runs, matrix)
-        if not _may_write(found, path.stem):
-            raise FrostlabError(_why_no_log(found, path.stem))
+        status = read_status(runs, matrix)
+        if not _may_write(status, path.stem):
+            raise FrostlabError(_why_no_log(status, path.stem))
         time.sleep(_FOLLOW_SECONDS)
     with path.open("rb") as file:
         try:

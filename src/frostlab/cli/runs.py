@@ -236,7 +236,7 @@ def exits(
     folder = find_run(runs, run)
     check_data_dir(data_dir)
     from frostlab.records.folder import RunRecord
-    from frostlab.training.exits import early_exits, exits_table
+    from frostlab.use.exits import early_exits, exits_table
 
     table = exits_table(early_exits(folder, data_dir=data_dir, device=device))
     if as_json:

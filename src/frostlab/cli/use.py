@@ -83,13 +83,9 @@ def evaluate(
     if languages is not None and (data is not None or changes):
         raise BadInput("--languages evaluates xnli's own splits; leave out --data and --set")
     loaded = _load(runs, run)
+    from frostlab.use.evaluation import evaluate_languages, evaluate_run
     from frostlab.use.predict import check_new, new_file
-    from frostlab.use.scoring import (
-        evaluate_languages,
-        evaluate_run,
-        evaluation_lines,
-        languages_lines,
-    )
+    from frostlab.use.scoring import evaluation_lines, languages_lines
 
     if out is not None:
         check_new(out, [".json"])

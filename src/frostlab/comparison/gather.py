@@ -31,11 +31,10 @@ from frostlab.comparison.evidence import (
     stored,
 )
 from frostlab.comparison.looks import Looks
+from frostlab.comparison.measures.arms import round_times
 from frostlab.comparison.measures.convergence import convergence
+from frostlab.comparison.measures.eeg import segment_scores, subject_tests
 from frostlab.comparison.measures.gradients import gradient_flow
-from frostlab.comparison.measures.segments import segment_scores
-from frostlab.comparison.measures.subjects import subject_tests
-from frostlab.comparison.measures.times import round_times
 from frostlab.comparison.oelm_json import have_equal_norms, oelm_arm, orthogonality_arms
 from frostlab.comparison.pairing import Runs, status_of, steps_compared, summarize
 from frostlab.comparison.plan import Plan, Rules, scale_of
@@ -57,14 +56,28 @@ class AssayRuns:
     of: int  # steps of a whole run
 
 
+@dataclass(frozen=True)
+class Trained:
+    """All runs that a comparison has trained."""
+
+    trials: Trials  # the runs of every arm, seed and combination of tuned values
+    rounds: Records  # extra whole runs, trained only to time them, by arm and round
+    repeat: RunRecord | None  # a second run of the baseline with the first seed
+    assay: AssayRuns | None  # runs of the baseline with a planted harm
+
+    @property
+    def records(self) -> list[RunRecord]:
+        """The record of every run."""
+        records = [*self.trials.records.values(), *self.rounds.values()]
+        records += [] if self.repeat is None else [self.repeat]
+        return records + ([] if self.assay is None else list(self.assay.records.values()))
+
+
 def gather(
     plan: Plan,
     folder: Path,
-    trials: Trials,
-    rounds: Records,
+    trained: Trained,
     *,
-    repeat: RunRecord | None,
-    assay: AssayRuns | None,
     looks: Looks,
     jobs: int,
     timing: StepTiming | None,
@@ -74,13 +87,10 @@ def gather(
 
     Args:
         folder: the comparison's folder, to which the paths of runs become relative.
-        trials: the runs of every arm, seed and combination of tuned values.
-        rounds: extra whole runs, trained only to time them, by arm and round.
-        repeat: a second run of the baseline with the first seed, if there is one.
-        assay: the runs of the baseline with a planted harm, if there are any.
         looks: the current look at the results, and the looks before it.
         jobs: largest number of parallel runs.
     """
+    trials, repeat, assay = trained.trials, trained.repeat, trained.assay
     runs = Runs.read(plan, trials, folder)
     metrics = tuple(METRICS[plan.recipe_of(plan.baseline, plan.seeds[0]).data.task])
     rules = plan.rules.model_copy(update={"look": looks.number, "spent": looks.spent})
@@ -132,7 +142,7 @@ def gather(
         convergence=convergence(runs, rules),
         timing=timing,
         rounds=round_times(
-            plan, {key: summarize(record, folder) for key, record in rounds.items()}
+            plan, {key: summarize(record, folder) for key, record in trained.rounds.items()}
         ),
     )
 

@@ -47,7 +47,7 @@ Source = str | Path | dict[str, Any] | Recipe
 
 _RULES = ("metric", "alpha", "minimum_effect", "margin", "looks")
 _SET_HERE = ("name", "rules", "quick", "runs")  # keys of a plan that its file may not set
-KEYS = ("set", *_RULES, *(key for key in Plan.model_fields if key not in _SET_HERE))
+PLAN_KEYS = ("set", *_RULES, *(key for key in Plan.model_fields if key not in _SET_HERE))
 _INSTEAD = {"treatment": "arms", "seed": "seeds"}  # key that `set` refuses → key to use
 _TUNABLE = {"lr": "optim.lr", "decay": "optim.decay"}  # short name → setting with a default grid
 _GRID = (1 / 3, 1.0, 3.0)  # default grid, in multiples of the recipe's value
@@ -79,9 +79,9 @@ def make_plan(
     values, label = _read(source)
     values |= changes or {}
     for key in map(str, values):
-        if key not in KEYS:
+        if key not in PLAN_KEYS:
             raise BadInput(
-                f"{label}: {shown_key(key)} is not a key of a comparison{nearest(key, KEYS)}"
+                f"{label}: {shown_key(key)} is not a key of a comparison{nearest(key, PLAN_KEYS)}"
             )
     _check_kind(values, "about", str, "a text", label)
     _check_kind(values, "set", dict, "a mapping of settings", label)

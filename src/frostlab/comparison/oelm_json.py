@@ -12,11 +12,16 @@ from dataclasses import asdict
 from typing import Any
 
 from frostlab.comparison.evidence import ArmEvidence, ArmVerdict, Effect, Evidence
-from frostlab.comparison.measures.overview import data_name, model_name, overview
-from frostlab.comparison.measures.performance import mean, mean_of, paired_runs, retained
-from frostlab.comparison.measures.times import (
+from frostlab.comparison.measures.arms import (
     arm_times,
+    data_name,
     gap_note,
+    mean,
+    mean_of,
+    model_name,
+    overview,
+    paired_runs,
+    retained,
     total_gap,
     whole_run_note,
 )

@@ -24,8 +24,8 @@ from frostlab.comparison.evidence import (
     interval_text,
     shown,
 )
-from frostlab.comparison.measures.performance import mean_of, retained
-from frostlab.comparison.measures.segments import segments_section
+from frostlab.comparison.measures.arms import mean_of, retained
+from frostlab.comparison.measures.eeg import segments_section
 from frostlab.comparison.measures.show import (
     convergence_section,
     ratio_text,

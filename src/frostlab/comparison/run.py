@@ -23,7 +23,7 @@ from frostlab.comparison.evidence import (
     check_tuned,
     read_evidence,
 )
-from frostlab.comparison.gather import AssayRuns, gather, results_of
+from frostlab.comparison.gather import AssayRuns, Trained, gather, results_of
 from frostlab.comparison.load import RunsOf, Source, is_stored_plan, make_plan, plan_of_runs
 from frostlab.comparison.oelm_json import comparison_json, timing_json
 from frostlab.comparison.page import page
@@ -388,14 +388,17 @@ def _carry_out(plan: Plan, folder: ComparisonFolder, runner: Runner | Finished) 
     assay = _run_assay(short, folder, runner, trials) if plan.assay else None
     tuned = {arm: dict(trial) for arm, trial in trials.best.items()}
     rounds = runner.run_all(round_tasks(short, folder.path, tuned), alone=True)
-    more = [] if repeat is None else [repeat]
-    more += [] if assay is None else assay.records.values()
-    check_records([*trials.records.values(), *rounds.values(), *more])
+    trained = Trained(trials, rounds, repeat, assay)
+    check_records(trained.records)
     evidence = gather(
-        short, folder.path, trials, rounds, repeat=repeat, assay=assay, timing=timing,
-        looks=folder.look(short, results_of(short, trials)), jobs=_jobs(folder, runner, trials),
+        short,
+        folder.path,
+        trained,
+        looks=folder.look(short, results_of(short, trials)),
+        jobs=_jobs(folder, runner, trials),
+        timing=timing,
         made=how_made(plan, trials),
-    )  # fmt: skip
+    )
     folder.write("evidence.json", evidence.to_dict())
     folder.write("comparison.json", comparison_json(evidence, first_run(plan, trials)))
     folder.write("timing.json", timing_json(evidence))

@@ -114,7 +114,6 @@ class TimedArm:
         built = replace(arm.built, model=deepcopy(arm.built.model))
         current = place_model(built, recipe, stage, 0, task, compute)
         self.model = current.model
-        current.objective.train()
         self.feed = make_feed(current, recipe, prepared, task, compute)
         self.step = make_step(current, recipe, prepared, task, compute, self.feed)
         self.order = self.feed.order(0)[:MOST_BATCHES] if order is None else order
@@ -351,7 +350,6 @@ def time_arms(
     width: float = 0.01,
     alpha: float = 0.05,
     block: int | None = None,
-    seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Timing:
     """Time whole steps of every arm, until the intervals of all ratios are narrow or time is up.
@@ -367,7 +365,6 @@ def time_arms(
             Those of all controls hold simultaneously with 95 %.
         block: steps per block; by default, enough steps for an accurate time, or fewer if `seconds`
             is too short for them.
-        seed: random seed for the order in which arms are timed and rebuilt.
     """
     check_arms(recipes, baseline)
     if block is not None and block < 1:
@@ -379,7 +376,7 @@ def time_arms(
     with default_modes(device), with_threads(threads), limit:
         arms = build_arms(recipes, prepared, baseline)
         timed = place_arms(arms, prepared, device, say)
-        order, draw = timed[baseline].order, np.random.default_rng(seed)
+        order, draw = timed[baseline].order, np.random.default_rng(0)
         preparation = {name: (arm.prepare_seconds, arm.peak_bytes) for name, arm in timed.items()}
 
         def measure(name: str, batches: Sequence[int]) -> BlockSeconds:
@@ -410,7 +407,7 @@ def time_arms(
         with Watching(str(device)) as watching:
             rounds = interleave_arms(
                 tuple(arms), measure, rebuild, StopRule(seconds, width),
-                controls=CONTROLS, blocks=blocks, pairs=pairs, seed=seed, say=say,
+                controls=CONTROLS, blocks=blocks, pairs=pairs, seed=0, say=say,
             )  # fmt: skip
     timed_batches = {
         index for pair in range(len(rounds.starts) // 2) for index in blocks.of_pair(pair)

@@ -14,7 +14,7 @@ from frostlab.data.files import RATIO, UNPACKED
 from frostlab.errors import BadInput, first_line
 from frostlab.storage import open_regular
 
-VALUES = 1 << 27  # the most values of one array; a .npz may unpack to 8 × VALUES bytes
+MOST_VALUES = 1 << 27  # the most values of one array; a .npz may unpack to 8 × MOST_VALUES bytes
 _HEADER = 10_000  # the most bytes of an array's header, as in NumPy
 
 
@@ -36,8 +36,8 @@ def read_npz(path: Path) -> dict[str, NDArray[Any]]:
         with open_regular(path) as file, zipfile.ZipFile(file) as packed:
             members = packed.infolist()
             unpacked = sum(member.file_size for member in members)
-            if unpacked > 8 * VALUES:
-                raise BadInput(f"{path} unpacks to more than {8 * VALUES >> 30} GiB")
+            if unpacked > 8 * MOST_VALUES:
+                raise BadInput(f"{path} unpacks to more than {8 * MOST_VALUES >> 30} GiB")
             if unpacked > max(UNPACKED, RATIO * os.fstat(file.fileno()).st_size):
                 raise BadInput(
                     f"{path} unpacks to more than {RATIO} times its own size; "
@@ -86,9 +86,9 @@ def _read_array(file: IO[bytes], size: int, where: str) -> NDArray[Any]:
             "64 bits"
         )
     count, left = math.prod(shape), size - file.tell()
-    if min(shape) < 0 or count > VALUES:
+    if min(shape) < 0 or count > MOST_VALUES:
         raise BadInput(
-            f"{where} has shape {shape!s:.200}; an array may have 0 to {VALUES:,} values"
+            f"{where} has shape {shape!s:.200}; an array may have 0 to {MOST_VALUES:,} values"
         )
     if count * dtype.itemsize > left:
         raise BadInput(

@@ -1,12 +1,14 @@
-"""Text for a trained run to evaluate or predict, encoded with the run's tokenizer.
+"""Encoding of text as token arrays: of a recipe's splits, and for a trained run to read.
 
-A split has a role: train, tune (to select checkpoints) or report (for the final scores).
+A split has a role: train, tune (to select checkpoints) or report (for the final scores). A trained
+run evaluates or predicts text that is encoded with its own tokenizer.
 """
 
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,7 +21,6 @@ from frostlab.data.files import (
     read_texts,
     split_files,
 )
-from frostlab.data.prepare import encode_labelled, encode_running
 from frostlab.data.sources import (
     PUBLIC_SETS,
     Columns,
@@ -38,6 +39,127 @@ from frostlab.recipe.data import Docstrings, Named, Own
 STDIN = "-"  # names the standard input instead of a file
 # File names that a role may have in a folder, the preferred one first.
 _ROLE_NAMES = {"report": ("report", "test", "validation"), "tune": ("tune", "validation")}
+BATCH = 1 << 20  # approximate number of characters per encoded batch
+ROWS = 1024  # maximum number of texts per encoded batch
+T = TypeVar("T")
+
+
+class Encoded(NamedTuple):
+    """The outcome of encoding a split."""
+
+    digest: str
+    lengths: Numbers  # number of tokens of each example
+    tokens: int  # number of tokens that were written
+    cut: int | None  # number of examples cut at data.length; None for running text
+    limited: bool  # whether running text reached the limit of examples
+
+
+def encode_labelled(
+    portion: Portion,
+    rows: Numbers,
+    numbers: Numbers,
+    columns: Columns,
+    encoder: Encoder,
+    length: int,
+    writer: TokenWriter,
+) -> Encoded:
+    """Write the rows of a portion with the indices `rows` as examples of at most `length` tokens.
+
+    `numbers` holds the class of every row of the portion's split.
+    """
+    chosen = np.zeros(len(portion.survey), dtype=np.bool_)
+    chosen[rows] = True
+    texts = (
+        row.texts
+        for number, row in enumerate(portion.split.rows(columns))
+        if number < len(chosen) and chosen[number]
+    )
+    lengths: list[int] = []
+    second: list[int] = []
+    cut = encoder.truncated
+    with writer:
+        for batch in batches(texts, lambda row_texts: sum(map(len, row_texts))):
+            encoded = encoder.examples(batch, length)
+            ids = [tokens or [encoder.end] for tokens, _ in encoded]  # an example needs a token
+            writer.append(concatenate(ids))
+            lengths += map(len, ids)
+            second += (begin for _, begin in encoded if begin is not None)
+    stops = np.cumsum(lengths, dtype=np.int64)
+    sizes = np.array(lengths, dtype=np.int64)
+    digest = writer.finish(
+        {
+            "starts": stops - sizes,
+            "stops": stops,
+            "labels": numbers[rows],
+            "second": np.array(second) if second else None,
+        }
+    )
+    cut = encoder.truncated - cut
+    return Encoded(digest, sizes, int(sizes.sum()), cut, limited=False)
+
+
+def encode_running(
+    portion: Portion,
+    columns: Columns,
+    encoder: Encoder,
+    length: int,
+    stride: int,
+    limit: int | None,
+    writer: TokenWriter,
+) -> Encoded:
+    """Write documents as one stream of tokens and cut it into examples.
+
+    An example starts every `stride` tokens and has `length` + 1 tokens; the last ones may be
+    shorter. With a stride of `length`, the last target of an example is the first token of the next
+    example. With a larger stride, examples share no token, and tokens between them may be left out.
+    """
+    max_tokens = None if limit is None else (limit - 1) * stride + length + 1
+    with writer:
+        for ids in _stream(portion, columns, encoder):
+            writer.append(ids if max_tokens is None else ids[: max_tokens - writer.count])
+            if writer.count == max_tokens:
+                break
+        count = writer.count
+    if count < 2:
+        raise BadInput(
+            f"{portion.split.place} has {count} tokens for {writer.role}; at least two are needed"
+        )
+    starts = np.arange(0, count - 1, stride, dtype=np.int64)
+    stops = np.minimum(starts + length + 1, count)
+    digest = writer.finish({"starts": starts, "stops": stops})
+    return Encoded(digest, stops - starts, count, None, limited=count == max_tokens)
+
+
+def _stream(portion: Portion, columns: Columns, encoder: Encoder) -> Iterator[Numbers]:
+    """Yield the tokens of documents, with an end token where a document that is not empty ends."""
+    open_document = False  # whether tokens of a document are waiting for their end token
+    for batch in batches(portion.pieces(columns), lambda piece: len(piece[0])):
+        ids: list[list[int]] = []
+        encoded = encoder.running([text for text, _ in batch])
+        for tokens, (_, ends) in zip(encoded, batch, strict=True):
+            ids.append(tokens)
+            open_document = open_document or bool(tokens)
+            if ends and open_document:
+                ids.append([encoder.end])
+                open_document = False
+        yield concatenate(ids)
+
+
+def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Group items into batches of about BATCH characters and at most ROWS items."""
+    batch: list[T] = []
+    characters = 0
+    for item in items:
+        batch.append(item)
+        characters += size(item)
+        if characters >= BATCH or len(batch) == ROWS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+# Text for a trained run
 
 
 def columns_of(data: TextData) -> Columns:

@@ -6,12 +6,12 @@ the final scores); with `splits: published`, report selects checkpoints too, and
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +23,10 @@ from frostlab.data.builtin import (
     write_synthetic,
 )
 from frostlab.data.eeg.load import load_signals
-from frostlab.data.eeg.recordings import VALUES, PreparedData
+from frostlab.data.eeg.recordings import MOST_VALUES, PreparedData
+from frostlab.data.encode import Encoded, encode_labelled, encode_running
 from frostlab.data.files import format_of
-from frostlab.data.sources import Columns, Split, SplitPlan, TextData, plan_splits
+from frostlab.data.sources import Split, SplitPlan, TextData, plan_splits
 from frostlab.data.split_record import Label, SplitRecord
 from frostlab.data.splits import (
     Numbers,
@@ -53,7 +54,6 @@ from frostlab.data.tokens import (
     Prepared,
     Tokens,
     TokenWriter,
-    concatenate,
     length_record,
     load_facts,
     load_tokens,
@@ -77,14 +77,11 @@ from frostlab.text import joined, plain
 # Warnings that are shown with the scores.
 CAUTION = "checkpoint selected on the reporting split"
 LEAK = "vocabulary made with the words of {}, too"
-BATCH = 1 << 20  # approximate number of characters per encoded batch
-ROWS = 1024  # maximum number of texts per encoded batch
 # the largest product of the number of examples drawn at once and data.symbols or data.length
 MOST_DRAWN = 1 << 26
 VERSION = 2  # version of the files that describe prepared data; raise it when they change
 SHOWN_LABELS = 5  # labels that a note lists
 MOST_PLACES = 10_000  # the most files and folders that are searched for data with a given digest
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -102,16 +99,6 @@ class _TextFacts:
     pad: int
     # role → its record, without source and files, so that a copy of the files uses the same cache
     splits: dict[str, SplitRecord]
-
-
-class _Encoded(NamedTuple):
-    """The outcome of encoding a split."""
-
-    digest: str
-    lengths: Numbers  # number of tokens of each example
-    tokens: int  # number of tokens that were written
-    cut: int | None  # number of examples cut at data.length; None for running text
-    limited: bool  # whether running text reached the limit of examples
 
 
 def prepare(
@@ -198,10 +185,10 @@ def _check_sizes(data: DataSettings) -> None:
                     f"data.{key} {getattr(data, key)} is too large with data.examples "
                     f"{data.examples}; the most is {MOST_DRAWN // drawn:,}"
                 )
-    if isinstance(data, SimulatedEEG) and data.seconds * data.rate * 64 > VALUES:
+    if isinstance(data, SimulatedEEG) and data.seconds * data.rate * 64 > MOST_VALUES:
         raise BadInput(
             f"data.seconds {data.seconds:g} is too large at {data.rate:g} Hz; the most is "
-            f"{VALUES / 64 / data.rate:.0f}"
+            f"{MOST_VALUES / 64 / data.rate:.0f}"
         )
 
 
@@ -451,7 +438,7 @@ def _describe(
     portion: Portion,
     labelled: tuple[Numbers, Numbers] | None,
     classes: list[int] | None,
-    encoded: _Encoded,
+    encoded: Encoded,
 ) -> SplitRecord:
     """Describe an encoded portion.
 
@@ -482,108 +469,3 @@ def _describe(
         duplicates=counts.duplicates,
         contradictions=counts.contradictions,
     )
-
-
-def encode_labelled(
-    portion: Portion,
-    rows: Numbers,
-    numbers: Numbers,
-    columns: Columns,
-    encoder: Encoder,
-    length: int,
-    writer: TokenWriter,
-) -> _Encoded:
-    """Write the rows of a portion with the indices `rows` as examples of at most `length` tokens.
-
-    `numbers` holds the class of every row of the portion's split.
-    """
-    chosen = np.zeros(len(portion.survey), dtype=np.bool_)
-    chosen[rows] = True
-    texts = (
-        row.texts
-        for number, row in enumerate(portion.split.rows(columns))
-        if number < len(chosen) and chosen[number]
-    )
-    lengths: list[int] = []
-    second: list[int] = []
-    cut = encoder.truncated
-    with writer:
-        for batch in batches(texts, lambda row_texts: sum(map(len, row_texts))):
-            encoded = encoder.examples(batch, length)
-            ids = [tokens or [encoder.end] for tokens, _ in encoded]  # an example needs a token
-            writer.append(concatenate(ids))
-            lengths += map(len, ids)
-            second += (begin for _, begin in encoded if begin is not None)
-    stops = np.cumsum(lengths, dtype=np.int64)
-    sizes = np.array(lengths, dtype=np.int64)
-    digest = writer.finish(
-        {
-            "starts": stops - sizes,
-            "stops": stops,
-            "labels": numbers[rows],
-            "second": np.array(second) if second else None,
-        }
-    )
-    cut = encoder.truncated - cut
-    return _Encoded(digest, sizes, int(sizes.sum()), cut, limited=False)
-
-
-def encode_running(
-    portion: Portion,
-    columns: Columns,
-    encoder: Encoder,
-    length: int,
-    stride: int,
-    limit: int | None,
-    writer: TokenWriter,
-) -> _Encoded:
-    """Write documents as one stream of tokens and cut it into examples.
-
-    An example starts every `stride` tokens and has `length` + 1 tokens; the last ones may be
-    shorter. With a stride of `length`, the last target of an example is the first token of the next
-    example. With a larger stride, examples share no token, and tokens between them may be left out.
-    """
-    max_tokens = None if limit is None else (limit - 1) * stride + length + 1
-    with writer:
-        for ids in _stream(portion, columns, encoder):
-            writer.append(ids if max_tokens is None else ids[: max_tokens - writer.count])
-            if writer.count == max_tokens:
-                break
-        count = writer.count
-    if count < 2:
-        raise BadInput(
-            f"{portion.split.place} has {count} tokens for {writer.role}; at least two are needed"
-        )
-    starts = np.arange(0, count - 1, stride, dtype=np.int64)
-    stops = np.minimum(starts + length + 1, count)
-    digest = writer.finish({"starts": starts, "stops": stops})
-    return _Encoded(digest, stops - starts, count, None, limited=count == max_tokens)
-
-
-def _stream(portion: Portion, columns: Columns, encoder: Encoder) -> Iterator[Numbers]:
-    """Yield the tokens of documents, with an end token where a document that is not empty ends."""
-    open_document = False  # whether tokens of a document are waiting for their end token
-    for batch in batches(portion.pieces(columns), lambda piece: len(piece[0])):
-        ids: list[list[int]] = []
-        encoded = encoder.running([text for text, _ in batch])
-        for tokens, (_, ends) in zip(encoded, batch, strict=True):
-            ids.append(tokens)
-            open_document = open_document or bool(tokens)
-            if ends and open_document:
-                ids.append([encoder.end])
-                open_document = False
-        yield concatenate(ids)
-
-
-def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Group items into batches of about BATCH characters and at most ROWS items."""
-    batch: list[T] = []
-    characters = 0
-    for item in items:
-        batch.append(item)
-        characters += size(item)
-        if characters >= BATCH or len(batch) == ROWS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch

@@ -32,7 +32,7 @@ Numbers = npt.NDArray[np.int64]
 FEWEST_DOCUMENTS = 20  # with fewer documents, running text is split by characters
 _FACTS = "survey.json"
 # array of a survey → its dtype
-_KINDS = {"keys": "uint64", "sizes": "int64", "codes": "int64", "empty": "uint8"}
+_COLUMN_TYPES = {"keys": "uint64", "sizes": "int64", "codes": "int64", "empty": "uint8"}
 _VERSION = 1  # version of a survey's files; raise it when they change
 _SALT = {"report": 1, "tune": 2, "limit": 3}  # gives each purpose its own hash of rows
 
@@ -75,7 +75,8 @@ def survey(split: Split, columns: Columns, cache: Path) -> Survey:
     )
     facts = load_facts(_SurveyFacts, folder, _FACTS)
     arrays = {
-        name: np.array(map_npy(folder / f"{name}.npy", kind)) for name, kind in _KINDS.items()
+        name: np.array(map_npy(folder / f"{name}.npy", kind))
+        for name, kind in _COLUMN_TYPES.items()
     }
     return Survey(facts.digest, **arrays, labels=facts.labels, files=facts.files)
 

@@ -115,7 +115,8 @@ def evaluate_further(
     say: Callable[[str], None],
 ) -> None:
     """Evaluate the runs of a finished comparison on further data, and store their scores."""
-    from frostlab.use.scoring import Evaluator, evaluate_run
+    from frostlab.use.evaluation import evaluate_run
+    from frostlab.use.scoring import Evaluator
 
     evidence = read_evidence(folder / name / "evidence.json")
     assert evidence is not None, "the comparison is finished"
@@ -205,7 +206,7 @@ def check_further(further: Mapping[str, Mapping[str, Any]], label: str) -> None:
 
     This is called before anything is trained. `label` is the group's name, for the error.
     """
-    from frostlab.use.scoring import check_settings
+    from frostlab.use.evaluation import check_settings
 
     for name, settings in further.items():
         try:

@@ -21,7 +21,8 @@ from frostlab.storage import check_name
 from frostlab.text import plain
 
 _ENDINGS = (".yaml", ".yml")
-_KEYS = {"experiments", "published", "fair", "further"}  # a file with one of them is a group's
+# a file with one of these keys is a group's
+_GROUP_KEYS = {"experiments", "published", "fair", "further"}
 # settings of the machine: a change of one leaves the experiment the same
 SAME_EXPERIMENT = ("train.device", "data.path")
 
@@ -33,7 +34,7 @@ def is_group_source(source: object) -> bool:
     name = str(source)
     if not name.endswith(_ENDINGS):
         return name in group_names()
-    return bool(_KEYS & read_values(name).keys())
+    return bool(_GROUP_KEYS & read_values(name).keys())
 
 
 def names_in(names: str | Iterable[str] | None) -> list[str]:

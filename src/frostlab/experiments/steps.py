@@ -28,7 +28,7 @@ from frostlab.training.treatment import treated_parts
 
 MACHINE = "NVIDIA H200"
 # data.name → size of its vocabulary of whole words
-WORDS = {"wikitext2": 28_914, "wikitext2-raw": 69_830}
+VOCABULARIES = {"wikitext2": 28_914, "wikitext2-raw": 69_830}
 # digest of the settings on which a model depends → model on the meta device
 Models = dict[str, nn.Module]
 
@@ -126,7 +126,7 @@ def precision_of(recipe: Recipe) -> str:
 def with_vocabulary(recipe: Recipe) -> Recipe:
     """Return the recipe with the size of its vocabulary, if that is known without the data."""
     tokenizer = recipe.tokenizer
-    size = WORDS.get(recipe.data.name)
+    size = VOCABULARIES.get(recipe.data.name)
     if size is None or tokenizer is None or tokenizer.kind != "words":
         return recipe
     return recipe.model_copy(update={"tokenizer": tokenizer.model_copy(update={"size": size})})

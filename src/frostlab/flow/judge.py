@@ -24,7 +24,7 @@ LEARNING, SLOW, STILL = "learning", "slow", "not learning"
 EXPLODING, FROZEN, SCALED = "exploding", "frozen on purpose", "scaled away by the optimizer"
 UNDRIVEN, MOVED = "moved without a gradient", "frozen, yet moved"
 UNKNOWN = "not measured yet"
-WORDS = (LEARNING, SLOW, STILL, EXPLODING, FROZEN, SCALED, UNDRIVEN, MOVED, UNKNOWN)
+VERDICTS = (LEARNING, SLOW, STILL, EXPLODING, FROZEN, SCALED, UNDRIVEN, MOVED, UNKNOWN)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ from frostlab.roles.read import unwrapped
 from frostlab.text import plain, short, typed
 
 _LONGEST = 300  # maximum number of characters of a tag
-_VALUES, _BINS = 10_000, 64  # maximum number of sampled values, and number of bins, per histogram
+# of a histogram: the maximum number of sampled values, and the number of bins
+_MOST_SAMPLED, _BINS = 10_000, 64
 _FILES = "events.out.tfevents.*"
 _MOST_BYTES = 2**24  # largest size of an event in a file; a larger one is damaged
 
@@ -197,7 +198,7 @@ def sample(model: nn.Module, gradient: Gradient = own_gradient) -> Samples:
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for tag, tensor in tensors.items():
         flat = local(tensor).detach().flatten()
-        elements = flat[:: max(1, math.ceil(len(flat) / _VALUES))].float()
+        elements = flat[:: max(1, math.ceil(len(flat) / _MOST_SAMPLED))].float()
         by_device.setdefault(elements.device, {})[tag] = elements
     samples: Samples = {}
     for by_tag in by_device.values():

@@ -54,7 +54,7 @@ _TIMED_BATCHES = 2  # timed batches of an evaluation
 _TIMED_SECONDS = 0.5  # short work is repeated and timed for about this long
 _REPEATS = 50  # most repetitions of short work
 _WARM_UP_STEPS = 3  # the second step records the CUDA graph of a captured step
-_KEPT = 3  # checkpoints on the disk at once: the best one and the newest two
+_CHECKPOINTS_KEPT = 3  # checkpoints on the disk at once: the best one and the newest two
 _RECORD_BYTES = 2_000_000  # smallest size of a run's files without checkpoints and events
 _BYTES_PER_STEP = 60  # about what a step adds to events.jsonl
 _HEAD = ("id", "runs", "parameters", "steps", "step", "evaluations", "time", "memory", "disk")
@@ -123,7 +123,6 @@ def _check(name: str, recipe: Recipe, runs: int, data_dir: Path | None, device: 
         first = build_first_stage(recipe, prepared, task, compute.precision)
         assembly = assemble(first, recipe, prepared, task, compute)
         current = assembly.current
-        current.objective.train()
         feed = make_feed(current, recipe, prepared, task, compute)
         step = make_step(current, recipe, prepared, task, compute, feed)
         largest = _largest_batches(feed)
@@ -164,7 +163,7 @@ def _check(name: str, recipe: Recipe, runs: int, data_dir: Path | None, device: 
             name, runs, None, parts.count(), parts.count("trainable"), steps, step_seconds,
             step.kind, seconds + reporting, evaluations, evaluating, reporting, checkpoints,
             copying, round(memory), peak,
-            _KEPT * checkpoint + _RECORD_BYTES + _BYTES_PER_STEP * steps,
+            _CHECKPOINTS_KEPT * checkpoint + _RECORD_BYTES + _BYTES_PER_STEP * steps,
         )  # fmt: skip
 
 
@@ -356,18 +355,18 @@ def _parts(verdict: Verdict) -> str:
     }
     counts = [entry.runs / verdict.at_once for entry in entries]
     return ", ".join(
-        f"{_time(sum(n * one for n, one in zip(counts, each, strict=True)))} of {name}"
-        for name, each in parts.items()
+        f"{_time(sum(n * spent for n, spent in zip(counts, seconds, strict=True)))} of {name}"
+        for name, seconds in parts.items()
     )
 
 
 def _row(entry: Checked) -> tuple[str, ...]:
     step = NONE if entry.step_seconds is None else _time(entry.step_seconds)
-    one = "" if entry.evaluation_seconds is None else f" × {_time(entry.evaluation_seconds)}"
+    times = "" if entry.evaluation_seconds is None else f" × {_time(entry.evaluation_seconds)}"
     memory = f"{'≈ ' if entry.memory_peak is None else ''}{_size(entry.memory)}"
     return (
         entry.id, str(entry.runs), f"{entry.parameters or 0:,}", f"{entry.steps or 0:,}", step,
-        f"{entry.evaluations or 0:,}{one}", hms(entry.seconds), memory, _size(entry.disk_bytes),
+        f"{entry.evaluations or 0:,}{times}", hms(entry.seconds), memory, _size(entry.disk_bytes),
     )  # fmt: skip
 
 

@@ -7,11 +7,11 @@ the reason is kept, to be shown to the user.
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 _CONTROL = "nvidia-cuda-mps-control"
 _TIMEOUT = 20.0  # seconds to wait for the daemon to answer
@@ -26,13 +26,13 @@ class Mps:
 
 
 @contextmanager
-def multi_process_service(folder: Path | None = None) -> Iterator[Mps]:
+def multi_process_service() -> Iterator[Mps]:
     """Start the daemon of CUDA MPS with its own pipes, and stop it at the end."""
     if shutil.which(_CONTROL) is None:
         yield Mps(refusal=f"{_CONTROL} is not installed")
         return
     # A Unix socket's path may have only about 100 characters.
-    with tempfile.TemporaryDirectory(prefix="mps-", dir=folder) as own:
+    with tempfile.TemporaryDirectory(prefix="mps-") as own:
         variables = {"CUDA_MPS_PIPE_DIRECTORY": own, "CUDA_MPS_LOG_DIRECTORY": own}
         refusal = _start(variables)
         if refusal is not None:
@@ -76,8 +76,6 @@ def used_by_cuda(variables: dict[str, str]) -> str | None:
     that it starts for CUDA cannot run.
     """
     program = "import torch; torch.zeros(1, device='cuda').add_(1).item()"
-    import sys
-
     try:
         done = subprocess.run(
             [sys.executable, "-c", program], env={**os.environ, **variables}, timeout=120,

@@ -382,15 +382,15 @@ def tasks_of(plan: MatrixPlan, folder: Path) -> list[Task]:
 
 def recipes_of(plan: MatrixPlan) -> list[tuple[str, Recipe, int]]:
     """Return the id of every recipe of a plan, the recipe, and the number of its runs."""
-    found: dict[int, tuple[str, Recipe, int]] = {}
+    by_recipe: dict[int, tuple[str, Recipe, int]] = {}
     for run in plan.runs:
-        if run.recipe in found:
-            name, recipe, count = found[run.recipe]
+        if run.recipe in by_recipe:
+            name, recipe, count = by_recipe[run.recipe]
         else:
             values = {**plan.recipes[run.recipe], "seed": run.seed}
             name, recipe, count = run.id, recipe_from(values, run.id), 0
-        found[run.recipe] = (name, recipe, count + 1)
-    return list(found.values())
+        by_recipe[run.recipe] = (name, recipe, count + 1)
+    return list(by_recipe.values())
 
 
 def merged(old: MatrixPlan, new: MatrixPlan) -> tuple[MatrixPlan, list[PlannedRun]]:
@@ -413,8 +413,8 @@ def merged(old: MatrixPlan, new: MatrixPlan) -> tuple[MatrixPlan, list[PlannedRu
             f"the plan of {old.name} has changed: {listed} would have another recipe; finish the "
             "old plan first, or give the new one another name or --runs"
         )
-    found = {run.name: run.missing for run in new.runs}  # data may have been fetched since
-    kept = [replace(run, missing=found.get(run.name, run.missing)) for run in old.runs]
+    missing = {run.name: run.missing for run in new.runs}  # data may have been fetched since
+    kept = [replace(run, missing=missing.get(run.name, run.missing)) for run in old.runs]
     recipes = [*old.recipes, *new.recipes] if added else old.recipes
     runs = in_order([*kept, *added])
     return replace(old, runs=runs, recipes=recipes, data_dir=new.data_dir), added

@@ -142,15 +142,15 @@ class Sender:
             yield Piece(name, None)
 
     def _signatures(self) -> dict[str, Signature]:
-        found = {}
+        signatures = {}
         for path in self._folder.rglob("*"):
             name = path.relative_to(self._folder)
             hidden = any(part.startswith(".") for part in name.parts)
             with suppress(FileNotFoundError):
                 if not hidden and name.name != LOCK and path.is_file():
                     status = path.stat()
-                    found[name.as_posix()] = (status.st_mtime_ns, status.st_size)
-        return found
+                    signatures[name.as_posix()] = (status.st_mtime_ns, status.st_size)
+        return signatures
 
     def _pieces(self, name: str, signature: Signature) -> Iterator[Piece]:
         before, size = self._sent.get(name, (0, 0))[1], signature[1]

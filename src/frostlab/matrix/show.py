@@ -277,8 +277,8 @@ def _details(status: MatrixStatus) -> list[str]:
 
 def cautions(status: MatrixStatus) -> list[str]:
     """Return the warnings about the numbers of runs, such as a reduced scale, each once."""
-    found = dict.fromkeys(row.caution for row in status.runs if row.caution)
-    return [f"caution: {caution}" for caution in found]
+    warnings = dict.fromkeys(row.caution for row in status.runs if row.caution)
+    return [f"caution: {caution}" for caution in warnings]
 
 
 def ended(status: MatrixStatus) -> bool:

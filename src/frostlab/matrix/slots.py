@@ -39,7 +39,7 @@ def gpu_use(device: str) -> GpuUse | None:
         memory = gpu.ask("nvmlDeviceGetMemoryInfo")
         pids: list[int] = []
         with suppress(Exception):  # some drivers do not list processes
-            pids = [each.pid for each in gpu.ask("nvmlDeviceGetComputeRunningProcesses")]
+            pids = [process.pid for process in gpu.ask("nvmlDeviceGetComputeRunningProcesses")]
         others = tuple(pid for pid in pids if not _is_ours(pid))
         ours = len(others) < len(pids) or _has_children()
         return GpuUse(int(memory.used), int(memory.total), gpu.utilisation(), ours, others)

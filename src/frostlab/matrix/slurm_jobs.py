@@ -40,7 +40,7 @@ _LIVE = (
 )  # fmt: skip
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 # Options that submitit knows by these names; others are passed to sbatch as they are.
-_KNOWN = (
+_KNOWN_OPTIONS = (
     "partition", "nodes", "cpus_per_task", "gpus_per_node", "qos", "mem", "mem_per_cpu",
     "constraint", "exclude", "account", "gres", "nodelist", "comment", "array_parallelism",
     "signal_delay_s",
@@ -217,7 +217,7 @@ class SlurmJobs:
         given = parse_options(options)
         given.setdefault("signal_delay_s", warning_seconds(given["time"]))
         self._grace = int(_number(given["signal_delay_s"])) / 2
-        known = {key: given.pop(key) for key in ("time", *_KNOWN) if key in given}
+        known = {key: given.pop(key) for key in ("time", *_KNOWN_OPTIONS) if key in given}
         self._executor.update_parameters(
             job_name="frostlab", **{k: _number(v) for k, v in known.items()},
             additional_parameters=given,

@@ -16,7 +16,7 @@ from frostlab.data.eeg.readers import find_folder
 from frostlab.data.sources import PUBLIC_SETS, public_splits
 from frostlab.data.tokenizers import load_transformers_tokenizer, tokenizer_settings
 from frostlab.errors import BadInput, Unavailable
-from frostlab.models.build import architecture_of, check_available, find_config
+from frostlab.models.named import architecture_of, check_available, find_config
 from frostlab.recipe.data import Named, PretrainedTokenizer, RecordedEEG
 from frostlab.recipe.load import recipe_from
 from frostlab.recipe.model import PretrainedModel

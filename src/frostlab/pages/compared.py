@@ -12,10 +12,11 @@ from functools import cached_property
 from pathlib import Path
 
 from frostlab.comparison.evidence import ArmVerdict, Evidence, RunSummary, read_evidence
-from frostlab.comparison.measures.performance import paired_runs
+from frostlab.comparison.measures.arms import paired_runs
 from frostlab.comparison.oelm_json import QUESTIONS, arm_key
 from frostlab.comparison.verdict import DOUBTFUL, MEANINGS
 from frostlab.errors import BadInput
+from frostlab.pages import compared_curves as drawn_curves
 from frostlab.pages import compared_facts as facts
 from frostlab.pages import compared_figures as drawn
 from frostlab.pages import compared_tables as tables
@@ -121,7 +122,7 @@ class Compared:
     @cached_property
     def curves(self) -> dict[str, list[Curve]]:
         """Curves of the finished runs that can be paired, by arm, read once from their events."""
-        return drawn.read_curves(self)
+        return drawn_curves.read_curves(self)
 
     def cell(self, *keys: str | int, format: str = "number", alarm: bool = False) -> Cell:
         """Return the cell of a value of evidence.json."""
@@ -497,9 +498,9 @@ SECTIONS: tuple[tuple[str, str, tuple[Make, ...]], ...] = (
     ("questions", "The questions", (_questions,)),
     ("arms", "The arms", (_arms,)),
     ("performance", "Performance", (drawn.metric_bars, tables.performance)),
-    ("curves", "Training curves", (drawn.training_curves,)),
-    ("time", "Time", (drawn.time_ratios, tables.times, drawn.time_bars, drawn.step_times)),
-    ("convergence", "Convergence", (drawn.cost_curves, tables.convergence)),
+    ("curves", "Training curves", (drawn_curves.training_curves,)),
+    ("time", "Time", (drawn.time_ratios, tables.times, drawn.time_bars, drawn_curves.step_times)),
+    ("convergence", "Convergence", (drawn_curves.cost_curves, tables.convergence)),
     ("tuning", "Tuning", (drawn.tuning, tables.tuning)),
     ("stages", "Stages", (tables.stages,)),
     ("subjects", "Subjects", (tables.subjects, _heard)),

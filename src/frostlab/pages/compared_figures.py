@@ -13,9 +13,8 @@ from frostlab.comparison.statistics import t_critical
 from frostlab.flow.figures import MEANINGS, NUMBER, SIGNS, ZERO, Grid, grid_of, rows_of
 from frostlab.flow.measurements import Flow, flows_of
 from frostlab.pages import figures
+from frostlab.pages.compared_curves import with_band
 from frostlab.pages.content import FORMATS, Figure
-from frostlab.pages.curves import Curve, mean_points, most_points, read_curve, span_of
-from frostlab.recipe.settings import metric_facts
 from frostlab.text import NONE, counted, number, plain
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 _EVIDENCE = "evidence.json"
 _ALPHA = 0.05  # error level of the intervals of means, which belong to no verdict
 _SPREAD = 1.5  # a perplexity's scores while tuning have a logarithmic axis if max / min is larger
-_DECADE = 10.0  # the same for training curves of a loss, or of a metric like it
-_SYMBOLS = 16  # about how many symbols a line has
 _HEAT_ROWS, _HEAT_COLUMNS, _HEAT_ARMS = 24, 24, 8  # the most in heat maps
 _QUANTITIES = {  # key of gradient flow in evidence.json → title
     "front_ratio": "gradient of the front / of the output",
@@ -37,22 +34,6 @@ _MEMORY = {  # key of a size in evidence.json's timing → title
     "optimizer_bytes": "optimizer state",
     "checkpoint_bytes": "trainable weights",
 }
-
-
-def read_curves(compared: "Compared") -> dict[str, list[Curve]]:
-    """Return the curves of each arm's finished runs that can be paired and have their events."""
-    span = _span(compared)
-    read = {
-        arm: [read_curve(compared.folder / run.folder, span) for run in compared.runs(arm)]
-        for arm in compared.arms
-    }
-    return {arm: [curve for curve in group if curve is not None] for arm, group in read.items()}
-
-
-def _span(compared: "Compared") -> int:
-    """Return the number of successive steps whose mean is one point of a curve."""
-    steps = (run.steps for arm in compared.arms for run in compared.runs(arm))
-    return span_of(max(steps, default=1), most_points(len(compared.arms)))
 
 
 # Differences
@@ -118,7 +99,7 @@ def _effect(effect: Effect | None) -> dict[str, float | str | None]:
 # Means
 
 
-def _mean_row(summary: Summary | None, format: str = "number") -> dict[str, Any] | None:
+def _mean_row(summary: Summary | None) -> dict[str, Any] | None:
     """Return a mean over seeds with its 95 % interval (t distribution)."""
     if summary is None or summary.mean is None:
         return None
@@ -126,7 +107,7 @@ def _mean_row(summary: Summary | None, format: str = "number") -> dict[str, Any]
     if summary.std is not None and summary.n > 1:
         half = t_critical(summary.n, _ALPHA) * summary.std / math.sqrt(summary.n)
         low, high = summary.mean - half, summary.mean + half
-    text = FORMATS[format](summary.mean)
+    text = FORMATS["number"](summary.mean)
     if low is not None:
         text += f" [{number(low)}, {number(high)}]"
     return {"mean": summary.mean, "low": low, "high": high, "n": summary.n, "text": text}
@@ -176,157 +157,6 @@ def _bars(
     caption += figures.cut_off(rows, axis)
     chart = figures.bars(rows, compared.arms, axis)
     return [Figure(name, title, chart, caption, rows, (_EVIDENCE,))]
-
-
-# Curves
-
-
-def training_curves(compared: "Compared") -> list[Figure]:
-    """Draw the metric on the split that selects the checkpoint, and the training loss, by step."""
-    metric, split = _selecting(compared)
-    drawn = []
-    if metric is not None:
-        values = {
-            arm: [curve.metric(metric) for curve in curves]
-            for arm, curves in compared.curves.items()
-        }
-        drawn += _curves(
-            compared, "training-curves", f"{plain(metric)} on the {split} split during training",
-            "step", plain(metric), values, {}, _is_logarithmic(metric, values),
-        )  # fmt: skip
-    losses = {arm: [curve.losses for curve in curves] for arm, curves in compared.curves.items()}
-    drawn += _curves(
-        compared, "training-loss", "Training loss", "step", "training loss", losses, {},
-        _is_logarithmic("loss", losses), _averaged(compared),
-    )  # fmt: skip
-    return drawn
-
-
-def step_times(compared: "Compared") -> list[Figure]:
-    """Draw the time that training steps took in the course of the runs."""
-    times = {arm: [curve.step_ms for curve in curves] for arm, curves in compared.curves.items()}
-    note = f"The first steps, which are slower, are left out. {_averaged(compared)}".strip()
-    return _curves(
-        compared, "step-time-curve", "Time of a training step during the runs", "step", "ms a step",
-        times, {}, False, note,
-    )  # fmt: skip
-
-
-def cost_curves(compared: "Compared") -> list[Figure]:
-    """Draw the metric on the split that selects the checkpoint, by seconds and by FLOPs."""
-    metric, split = _selecting(compared)
-    if metric is None:
-        return []
-    values = {
-        arm: [curve.metric(metric) for curve in curves] for arm, curves in compared.curves.items()
-    }
-    log = _is_logarithmic(metric, values)
-    seconds = {
-        arm: [curve.seconds() for curve in curves] for arm, curves in compared.curves.items()
-    }
-    jobs = compared.evidence.jobs
-    note = "Seconds are the mean over the runs, and include evaluations."
-    if jobs > 1:
-        note += " Runs were trained in parallel on one machine, which makes them slower."
-    drawn = _curves(
-        compared, "metric-by-seconds", f"{plain(metric)} on the {split} split against time",
-        "seconds since the start of the run", plain(metric), values, seconds, log, note,
-    )  # fmt: skip
-    flops = _flops(compared, values)
-    drawn += _curves(
-        compared, "metric-by-flops", f"{plain(metric)} on the {split} split against work",
-        "FLOPs of the training steps", plain(metric),
-        {arm: runs for arm, runs in values.items() if arm in flops}, flops, log,
-        "FLOPs: those of a timed step's matrix products, times the number of steps.", short=True,
-    ) if flops else []  # fmt: skip
-    return drawn
-
-
-def _flops(
-    compared: "Compared", values: Mapping[str, Sequence[Mapping[int, float]]]
-) -> dict[str, list[dict[int, float]]]:
-    """Return the FLOPs until each evaluated step, for the arms whose steps were timed."""
-    timing, flops = compared.evidence.timing, {}
-    for arm, runs in values.items():
-        limits = timing.arms[arm].limits if timing is not None and arm in timing.arms else None
-        each = (limits or {}).get("flops")
-        if isinstance(each, int | float) and each > 0:
-            flops[arm] = [{step: step * float(each) for step in run} for run in runs]
-    return flops
-
-
-def _selecting(compared: "Compared") -> tuple[str | None, str]:
-    """Return the metric to draw (the plan's, if evaluated) and the split that selects weights."""
-    data, metric = compared.evidence.data, compared.evidence.rules.metric
-    split = "tune" if data is not None and "tune" in data.splits else "report"
-    evaluations = [
-        evaluation
-        for curves in compared.curves.values()
-        for curve in curves
-        for evaluation in curve.evaluations[:1]
-    ]
-    if any(metric in evaluation.metrics for evaluation in evaluations):
-        return metric, split
-    names = (name for evaluation in evaluations for name in evaluation.metrics)
-    return next(names, None), split
-
-
-def _is_logarithmic(metric: str, values: Mapping[str, Sequence[Mapping[int, float]]]) -> bool:
-    """Return whether the values of a metric such as a loss span more than a decade."""
-    numbers = [value for runs in values.values() for run in runs for value in run.values()]
-    if not metric_facts(metric).spans_decades or not numbers or min(numbers) <= 0:
-        return False
-    return max(numbers) / min(numbers) > _DECADE
-
-
-def _averaged(compared: "Compared") -> str:
-    return "" if _span(compared) == 1 else "Each point is the mean of successive steps."
-
-
-def _curves(
-    compared: "Compared",
-    name: str,
-    title: str,
-    x: str,
-    y: str,
-    values: Mapping[str, Sequence[Mapping[int, float]]],
-    places: Mapping[str, Sequence[Mapping[int, float]]],
-    log: bool,
-    note: str = "",
-    short: bool = False,
-) -> list[Figure]:
-    """Return a figure with each arm's mean and its band; no figure if no arm has two points."""
-    points = []
-    for arm, runs in values.items():
-        line = mean_points(runs, log, places.get(arm, ()), most_points(len(compared.arms)))
-        most = max((point["runs"] for point in line), default=0)
-        between = max(1, math.ceil(len(line) / _SYMBOLS))
-        for index, point in enumerate(line):
-            following = line[index + 1] if index + 1 < len(line) else point
-            points.append({
-                "arm": arm, **point, "text": _with_band(point), "all": point["runs"] == most,
-                "turn": point["runs"] == most and following["runs"] < most,
-                "dot": index % between == 0 or index == len(line) - 1,
-            })  # fmt: skip
-    if max((sum(row["arm"] == arm for row in points) for arm in values), default=0) < 2:
-        return []
-    cut_off = figures.cut_off(points, y)
-    chart = figures.curves(points, compared.arms, x, y, log, short)
-    caption = "The line is the mean over the finished runs."
-    if any(point["low"] is not None for point in points):
-        caption += " The band is one standard deviation around it."
-    if log:
-        caption += " Means and deviations are geometric."
-    if not all(point["all"] for point in points):
-        caption += " The line is dashed where some runs have no value."
-    files = tuple(f"{run.folder}/events.jsonl" for arm in values for run in compared.runs(arm))
-    return [Figure(name, title, chart, f"{caption} {note}".strip() + cut_off, points, files)]
-
-
-def _with_band(point: Mapping[str, Any]) -> str:
-    if point["low"] is None:
-        return number(point["mean"])
-    return f"{number(point['mean'])} [{number(point['low'])}, {number(point['high'])}]"
 
 
 # Time
@@ -414,7 +244,7 @@ def _response(compared: "Compared", index: int) -> Figure | None:
          "high": point.high, "chosen": point.chosen, "best": setting.best[arm] == point.value,
          "seeds": f"{point.chosen}/{len(point.scores)}",
          "mark": f"{point.chosen} of {counted(len(point.scores), 'seeds')}",
-         "text": "a run did not finish" if point.mean is None else _with_band(vars(point))}
+         "text": "a run did not finish" if point.mean is None else with_band(vars(point))}
         for arm in compared.arms
         for point in setting.curves[arm]
     ]  # fmt: skip

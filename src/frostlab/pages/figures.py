@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, cast
 
-from frostlab.charts import GREY, LABEL, PALETTE, PARTS, RED, SHAPES, require_drawing
+from frostlab.charts import GREY, INNER_CHARTS, LABEL, PALETTE, RED, SHAPES, require_drawing
 from frostlab.recipe.settings import metric_facts
 
 Rows = Sequence[dict[str, Any]]
@@ -97,7 +97,7 @@ def toggled(chart: Any) -> dict[str, Any]:
 
 def _filter_arms(spec: dict[str, Any]) -> None:
     """Filter every part, because a part with its own data ignores a filter of the whole chart."""
-    parts = [part for key in PARTS for part in spec.get(key, [])]
+    parts = [part for key in INNER_CHARTS for part in spec.get(key, [])]
     for part in parts:
         _filter_arms(part)
     if not parts:

@@ -44,7 +44,7 @@ def generated_texts(
             by_prompt.setdefault(sample.prompt, []).append(row)
     if not by_prompt:
         return []
-    rows = [row for found in by_prompt.values() for row in found]
+    rows = [row for of_prompt in by_prompt.values() for row in of_prompt]
     head = ("prompt", *(["arm"] if named else []), "generated text", "ended")
     settings: Sequence[str | Cell] = (
         "The best checkpoint of a run generates a new text, and continues prompts, which are the "

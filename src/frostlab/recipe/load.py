@@ -1,8 +1,7 @@
-"""Loading of recipes: YAML files, the files they extend, settings on top, and one-line errors.
+"""Loading of recipes: YAML files, the files they extend, and settings on top.
 
 A file that another file extends is its parent. Settings, such as those of --set, replace values of
-a recipe. Error messages suggest keys, sections and kinds from the annotations of `Recipe`, so a new
-key needs no change here.
+a recipe.
 """
 
 import copy
@@ -15,10 +14,9 @@ from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 
 from frostlab.errors import BadInput, nearest
 from frostlab.recipe.bounded_yaml import (
@@ -27,9 +25,9 @@ from frostlab.recipe.bounded_yaml import (
     parse_yaml,
     read_yaml,
     shown,
-    shown_key,
 )
-from frostlab.recipe.data import RECORDED, Corpus, EEGData, data_kind
+from frostlab.recipe.data import RECORDED, Corpus, EEGData
+from frostlab.recipe.invalid import first_problem, section_tags
 from frostlab.recipe.model import PRESETS
 from frostlab.recipe.recipe import PATHS, Recipe
 from frostlab.recipe.scale import ORDER, scaled_values
@@ -47,19 +45,6 @@ _MOST_NAME = 100  # the most characters of what `recipe_name` returns
 _RUN_NAME = re.compile(r"[\w.-]+")  # `recipe_name` drops other characters
 # Keys in an error message, such as optim.lr.
 _KEY_IN_TEXT = re.compile(r"\b[a-z]+\.[a-z_]+\b|\btokenizer\b")
-_EXPECTED = {  # pydantic's error type → the expected value in plain words
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "string_type": "a text",
-    "bool_type": "true or false",
-    "tuple_type": "a list",
-    "dict_type": "a section of `key: value`",
-    "model_type": "a section of `key: value`",
-    "model_attributes_type": "a section of `key: value`",
-    "finite_number": "a finite number",
-    "too_short": "a list that is not empty",
-}
 
 
 def load_recipe(name: str, settings: Settings | None = None, seed: int | None = None) -> Recipe:
@@ -320,7 +305,7 @@ class Layers:
             self.fixed = set()
         self.fixed.update(_paths(values))
         kept = () if values is given else tuple(EEGData.model_fields)
-        for section, tag in _section_tags().items():
+        for section, tag in section_tags().items():
             new, old = values.get(section), self.values.get(section)
             if not (isinstance(new, dict) and isinstance(old, dict) and tag in new):
                 continue
@@ -450,150 +435,6 @@ def _validated(layers: Layers) -> Recipe:
             return recipe
         return Recipe.model_validate_json(json.dumps(scaled_values(recipe, layers.fixed)))
     except ValidationError as error:
-        path, problem = _first_problem(error, layers.values)
+        path, problem = first_problem(error, layers.values)
         source = layers.source_of(path) if path else layers.source_of_text(problem)
         raise BadInput(f"{source}: {problem}") from None
-
-
-# Errors in one line
-
-
-def _first_problem(error: ValidationError, values: dict[str, Any]) -> tuple[list[Any], str]:
-    """Return the path of the first wrong value, and a line that describes its errors.
-
-    A value of a union has an error for each member; the deepest one is the most precise.
-    """
-    errors = [(_path_of(details, values), details) for details in error.errors()]
-    first = errors[0][0]
-    related = [(path, details) for path, details in errors if path[: len(first)] == first]
-    deepest = max(related, key=lambda item: len(item[0]))[0]
-    return deepest, _describe(
-        deepest, [details for path, details in related if path == deepest], values
-    )
-
-
-def _path_of(details: ErrorDetails, values: Any) -> list[Any]:
-    """Return the path of an error in the user's values, without pydantic's union tags."""
-    path: list[Any] = []
-    for key in details["loc"]:
-        inside = isinstance(values, dict) and key in values
-        if inside or (isinstance(values, list) and isinstance(key, int) and key < len(values)):
-            path.append(key)
-            values = values[key]
-    if details["type"] == "missing":
-        path.append(details["loc"][-1])
-    return path
-
-
-def _describe(path: list[Any], errors: list[ErrorDetails], values: dict[str, Any]) -> str:
-    """Describe the errors of one value in one line that names its key."""
-    key, kind = shown_key(".".join(map(str, path))), errors[0]["type"]
-    value = _at(values, path)
-    if precise := [details for details in errors if details["type"] == "value_error"]:
-        reason = str(precise[0].get("ctx", {}).get("error", precise[0]["msg"]))
-        return f"{key}: {reason}" if key else reason
-    if kind == "extra_forbidden":
-        return f"{key} is not a key{_key_suggestion(path, values)}"
-    if kind == "missing":
-        return f"{key} is missing"
-    if kind == "too_long":
-        most = errors[0]["ctx"]["max_length"]
-        return f"{key} = {shown(value)} has {len(value)} values; {most} is the most"
-    if kind == "union_tag_not_found":
-        tag = errors[0]["ctx"]["discriminator"].strip("'")
-        return f"{key}.{tag} is missing"
-    expected = dict.fromkeys(map(_expectation, errors))
-    choices = [choice for details in errors for choice in _choices(details)]
-    if kind == "union_tag_invalid":
-        key = f"{key}.{errors[0]['ctx']['discriminator']}".replace("'", "")
-        value = errors[0]["ctx"]["tag"]
-    hint = nearest(value, choices) if isinstance(value, str) else ""
-    return f"{key} = {shown(value)} should be {' or '.join(expected)}{hint}"
-
-
-def _expectation(details: ErrorDetails) -> str:
-    """Return the valid values of an error as text."""
-    if choices := _choices(details):
-        return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
-    text = _EXPECTED.get(details["type"])
-    return text or details["msg"].removeprefix("Input should be ").lower()
-
-
-def _choices(details: ErrorDetails) -> list[str]:
-    """Return the valid names that an error lists; empty if it lists none."""
-    context = details.get("ctx", {})
-    listed = context.get("expected", context.get("expected_tags", ""))
-    return [part.strip(" '") for part in str(listed).replace(" or ", ",").split(",") if part]
-
-
-def _key_suggestion(path: list[Any], values: dict[str, Any]) -> str:
-    """Suggest a close key of the section, else the key in another section, else all keys."""
-    section, name = path[:-1], str(path[-1])
-    model = _model_at(section, values)
-    if hint := nearest(name, model.model_fields if model else ()):
-        return hint
-    for other, info in Recipe.model_fields.items():
-        if [other] != section and any(name in m.model_fields for m in models_in(info.annotation)):
-            return f"; did you mean `{other}.{name}`?"
-    return f"; there are {', '.join(model.model_fields)}" if model else ""
-
-
-def _model_at(path: list[Any], values: dict[str, Any]) -> type[BaseModel] | None:
-    """Return the pydantic class that checks the values at a path; None if there is none."""
-    model: type[BaseModel] | None = Recipe
-    for end, key in enumerate(path, 1):
-        if isinstance(key, int):
-            continue
-        if model is None or key not in model.model_fields:
-            return None
-        # for a list, the class depends on the item, whose index follows in the path
-        items = 1 if end < len(path) and isinstance(path[end], int) else 0
-        members = list(models_in(model.model_fields[key].annotation))
-        model = _member(members, _at(values, path[: end + items]))
-    return model
-
-
-def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the pydantic classes in an annotation, also inside unions, lists and `Annotated`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from models_in(argument)
-
-
-def _member(members: list[type[BaseModel]], values: Any) -> type[BaseModel] | None:
-    """Return the class of a union to which the values belong, by their tag (such as `kind`)."""
-    if len(members) < 2:
-        return next(iter(members), None)
-    tag = _tag(members)
-    name = values.get(tag) if isinstance(values, dict) else None
-    for member in members:
-        if name in get_args(member.model_fields[tag].annotation):
-            return member
-    return next((member for member in members if member.__name__ == data_kind(values)), None)
-
-
-def _tag(members: list[type[BaseModel]]) -> str:
-    """Return the key whose value distinguishes the classes of a union, such as `kind`."""
-    shared = [key for key in members[0].model_fields if all(key in m.model_fields for m in members)]
-    return next(
-        key
-        for key in shared
-        if any(get_origin(member.model_fields[key].annotation) is Literal for member in members)
-    )
-
-
-def _section_tags() -> dict[str, str]:
-    """Return the sections that have several kinds, such as `model`, with the key of the kind."""
-    unions = {name: list(models_in(info.annotation)) for name, info in Recipe.model_fields.items()}
-    return {name: _tag(members) for name, members in unions.items() if len(members) > 1}
-
-
-def _at(values: Any, path: list[Any]) -> Any:
-    """Return the value at a path, or None."""
-    for key in path:
-        try:
-            values = values[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return values

@@ -33,7 +33,7 @@ from frostlab.recipe.treatment import (
 Rate = Annotated[float, Field(gt=0)]
 PATHS = (("data", "path"), ("model", "name"), ("tokenizer", "name"))  # keys that may hold a path
 Scale = Literal["tiny", "small", "full"]  # frostlab.recipe.scale has the sizes of each
-WORDS = ("new", "old")  # keys of a stage's `lr`: the newest layers, and all other weights
+AGES = ("new", "old")  # keys of a stage's `lr`: the newest layers, and all other weights
 
 
 class Add(Strict):

@@ -16,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 
 from frostlab.errors import BadInput
 
-_KEPT = 8192  # fewer values than this are kept per quantity, to compute its median
+_VALUES_KEPT = 8192  # fewer values than this are kept per quantity, to compute its median
 
 
 class NoGpu(Exception):
@@ -122,7 +122,7 @@ class _Series:
         self._min, self._max = min(self._min, value), max(self._max, value)
         if self.n % self._stride == 0:
             self._kept.append(value)
-            if len(self._kept) == _KEPT:
+            if len(self._kept) == _VALUES_KEPT:
                 self._kept, self._stride = self._kept[1::2], self._stride * 2
 
     def summary(self) -> dict[str, Any]:

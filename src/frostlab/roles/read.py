@@ -301,7 +301,7 @@ def _slots(model: nn.Module) -> Iterator[Slot]:
 
 
 def _slot(
-    found: ParameterName,
+    parameter: ParameterName,
     owner: Any,
     local: str,
     shape: tuple[int, ...],
@@ -309,7 +309,15 @@ def _slot(
     pieces: tuple[Piece, ...],
 ) -> Slot:
     return Slot(
-        found.name, owner, local, shape, axis, pieces, found.adapts, found.replaced, found.unused
+        parameter.name,
+        owner,
+        local,
+        shape,
+        axis,
+        pieces,
+        parameter.adapts,
+        parameter.replaced,
+        parameter.unused,
     )
 
 

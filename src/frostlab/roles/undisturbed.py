@@ -170,8 +170,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     restore = [_restore(generator) for generator in _generators(model)]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
-        for each in restore:
-            stack.callback(each)
+        for put_back in restore:
+            stack.callback(put_back)
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(warnings.catch_warnings())

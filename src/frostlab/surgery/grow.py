@@ -173,8 +173,8 @@ class _Trial:
 
     def _outputs(self) -> list[Tensor]:
         with _eval_mode(self.model), torch.no_grad():
-            found = self.model(*self.call.args, **self.call.kwargs)
-        values = list(found.values()) if isinstance(found, Mapping) else [found]
+            output = self.model(*self.call.args, **self.call.kwargs)
+        values = list(output.values()) if isinstance(output, Mapping) else [output]
         return [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
 
     def check(self, new: tuple[int, ...], same: bool) -> None:

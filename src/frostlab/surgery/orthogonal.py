@@ -29,11 +29,12 @@ Scope = Literal["head", "matrix"]
 Source = Literal["weights", "gaussian", "identity"]
 
 _ONE_PASS = 16.0  # up to this condition number, one Cholesky pass is precise enough
-_RUN = 512  # columns per partial product in a Gram matrix on a GPU
+_COLUMNS_AT_ONCE = 512  # columns per partial product in a Gram matrix on a GPU
 _TINY = 1e-12  # a batch is rescaled if a matrix's largest entry is below this or above 1 / this
 _AT_ONCE = 2**28  # about how many elements a GPU factorises in one batch: 1 GiB of float32
 _SINGULAR = 1e6  # above this condition number, QR replaces Cholesky
-_LIMIT = {torch.float32: 2e-6, torch.float64: 1e-13}  # largest accepted |Q·Qᵀ − I| after two passes
+# the largest accepted |Q·Qᵀ − I| after two passes
+_LARGEST_ERROR = {torch.float32: 2e-6, torch.float64: 1e-13}
 
 
 def orthogonalize(
@@ -272,7 +273,7 @@ def _orthonormal_rows(x: Tensor) -> Tensor:
     twice = condition > _ONE_PASS
     if bool(twice.any()):
         basis[twice], _ = _cholesky_pass(basis[twice])
-        failed = twice & ((condition > _SINGULAR) | (_departure(basis) > _LIMIT[x.dtype]))
+        failed = twice & ((condition > _SINGULAR) | (_departure(basis) > _LARGEST_ERROR[x.dtype]))
         if bool(failed.any()):
             basis[failed] = householder(x[failed])
     return basis
@@ -295,12 +296,12 @@ def _cholesky_pass(x: Tensor) -> tuple[Tensor, Tensor]:
 def _gram(x: Tensor) -> Tensor:
     """Return X·Xᵀ in float64.
 
-    On a GPU, a float32 product over many columns loses precision, so products over `_RUN` columns
-    are summed in float64 if `_RUN` divides the number of columns.
+    On a GPU, a float32 product over many columns loses precision, so products over
+    `_COLUMNS_AT_ONCE` columns are summed in float64 if this number divides that of the columns.
     """
-    if not on_gpu(x) or x.dtype == torch.float64 or x.shape[-1] % _RUN:
+    if not on_gpu(x) or x.dtype == torch.float64 or x.shape[-1] % _COLUMNS_AT_ONCE:
         return (x @ x.mT).double()
-    runs = x.unflatten(-1, (-1, _RUN)).transpose(-3, -2)  # (B, n / run, s, run)
+    runs = x.unflatten(-1, (-1, _COLUMNS_AT_ONCE)).transpose(-3, -2)  # (B, n / run, s, run)
     return (runs @ runs.mT).sum(-3, dtype=torch.float64)
 
 

@@ -55,7 +55,7 @@ SCHEMA = 1  # version of delta.json
 _MANIFEST = "delta.json"
 _TENSORS = re.compile(r"trainable-[0-9a-f]{12}\.safetensors")  # name of a delta's tensor file
 # Files that a delta folder may hold: tensor files, and temporary files of an interrupted save.
-_OWN = (_MANIFEST, "trainable-*.safetensors", ".trainable-*.tmp", f".{_MANIFEST}.*.tmp")
+_OWN_FILES = (_MANIFEST, "trainable-*.safetensors", ".trainable-*.tmp", f".{_MANIFEST}.*.tmp")
 HEAD = "head.safetensors"  # the head of an exported classifier, if its new class has no head
 _WAIT = 60.0  # seconds to wait for another process that saves to the same folder
 
@@ -383,7 +383,7 @@ def write_delta(folder: Path, tensors: dict[str, Tensor], manifest: dict[str, An
     if not lock.acquire(_WAIT):
         raise BadInput(f"save_trainable: another process is saving to {folder}")
     try:
-        if not all(any(path.match(name) for name in _OWN) for path in folder.iterdir()):
+        if not all(any(path.match(name) for name in _OWN_FILES) for path in folder.iterdir()):
             raise BadInput(f"save_trainable: {folder} holds other files; choose an empty folder")
         path = folder / f"trainable-{uuid4().hex[:12]}.safetensors"
         try:

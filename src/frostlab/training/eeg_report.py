@@ -23,7 +23,7 @@ from frostlab.records.folder import RunRecord
 from frostlab.storage import build_once, cache_folder, path_inside, read_json, write_whole
 from frostlab.training.batches.batch import WindowExamples, in_batches, micro_batches
 from frostlab.training.distributed import Compute
-from frostlab.training.setup import best_model, check_same_data
+from frostlab.training.restore import best_model, check_same_data
 from frostlab.training.state import RunContext
 from frostlab.training.step.compiled import uncompiled
 from frostlab.training.step.objective import Objective

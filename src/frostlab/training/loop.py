@@ -38,7 +38,8 @@ from frostlab.timing.clock import TURN, Stopwatch
 from frostlab.training.batches.batch import Batch, order_digest
 from frostlab.training.distributed import Compute, full_tensor, place_like, reshard
 from frostlab.training.evaluate import evaluate
-from frostlab.training.setup import make_feed, make_step, next_stage
+from frostlab.training.restore import next_stage
+from frostlab.training.setup import make_feed, make_step
 from frostlab.training.stages import (
     Stage,
     in_epochs,
@@ -114,7 +115,6 @@ def _train_stage(
     end, optim = sum(progress.lengths) + stage.steps, stage.optim(recipe.optim)
     is_last_stage = progress.stage == len(context.stages) - 1
 
-    context.objective.train()
     with clock.phase("data", device=True):
         feed = make_feed(*arguments)
         _record_prefix(context, progress)

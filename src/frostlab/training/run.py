@@ -60,19 +60,15 @@ from frostlab.training.loop import (
     wait_for_checkpoints,
 )
 from frostlab.training.progress import Display, choose_screen
+from frostlab.training.restore import best_checkpoint, load_weights, read_progress, restore
 from frostlab.training.samples import write_samples
 from frostlab.training.setup import (
     Assembly,
     assemble,
-    best_checkpoint,
     build_first_stage,
     choose_precision,
     default_modes,
-    load_weights,
     prepare_data,
-    read_progress,
-    restore,
-    stage_facts,
     with_threads,
 )
 from frostlab.training.state import (
@@ -81,6 +77,7 @@ from frostlab.training.state import (
     Report,
     RunContext,
     StageModel,
+    stage_facts,
 )
 from frostlab.training.step.eager import Diverged
 from frostlab.training.step_log import clocks, wall_record

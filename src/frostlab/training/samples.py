@@ -21,7 +21,8 @@ from frostlab.models.sampling import Sampling, continue_texts, position_limit
 from frostlab.records.model_files import stored_encoder, stored_tokenizer
 from frostlab.records.schema import GeneratedText, Samples
 from frostlab.storage import write_whole
-from frostlab.training.setup import best_checkpoint, build_model, load_weights
+from frostlab.training.restore import best_checkpoint, load_weights
+from frostlab.training.setup import build_model
 from frostlab.training.state import Progress, RunContext
 from frostlab.training.step.compiled import uncompiled
 

@@ -8,11 +8,10 @@
     step     = make_step(current, …, feed)            the step, with its optimizer
 
 A treatment changes, adapts or freezes weights before training. A stage is a sequence of steps that
-train the same weights. Runs, later stages, resumed runs and the timed arms (variants) of
-comparisons use these functions.
+train the same weights. Runs, later stages, resumed runs, the timed arms (variants) of comparisons
+and `--check` use these functions; `frostlab.training.restore` adds weights that a run has saved.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,25 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from frostlab.data.eeg.recordings import PreparedData, as_token_data
 from frostlab.data.prepare import prepare
 from frostlab.data.tokens import Prepared, Tokens
 from frostlab.devices import default_precision, free_bytes
-from frostlab.errors import BadInput, FrostlabError, UnfinishedRun, first_line
+from frostlab.errors import BadInput, first_line
 from frostlab.models.build import build_for, config_json, weight_source
 from frostlab.models.stack import take_apart
 from frostlab.recipe.model import PretrainedModel
 from frostlab.recipe.recipe import Recipe
-from frostlab.recipe.settings import Train
-from frostlab.records.checkpoint import PROGRESS, Checkpoint, checkpoint_name, checkpoints_in
-from frostlab.records.folder import RunRecord
-from frostlab.records.model_files import build_stored
-from frostlab.records.schema import Stage as StageRecord
+from frostlab.recipe.settings import Supervise, Train
 from frostlab.roles.read import anatomy
-from frostlab.storage import file_digest, finite
-from frostlab.surgery.audit import Audit
 from frostlab.timing.memory import estimated_memory, least_memory
 from frostlab.training.batches.batch import TokenExamples, collate, evaluation_order
 from frostlab.training.batches.feed import Feed, fixed_width, packs_examples
@@ -47,9 +40,7 @@ from frostlab.training.distributed import (
     Compute,
     World,
     blocks,
-    place_like,
     preserve_buffers,
-    reshard,
     sync_batch_norms,
 )
 from frostlab.training.stages import (
@@ -57,28 +48,20 @@ from frostlab.training.stages import (
     Stage,
     check_stages,
     enter_stage,
-    in_epochs,
     lr_scales,
     stages_of,
-    state_by_slot,
-    steps_per_epoch,
-    surviving_state,
 )
-from frostlab.training.state import Best, Progress, RunContext, StageModel, Task
-from frostlab.training.step import build_step
-from frostlab.training.step.compiled import uncompile
+from frostlab.training.state import StageModel, Task
+from frostlab.training.step import Batches, build_step
 from frostlab.training.step.eager import EagerStep
-from frostlab.training.step.objective import check_stack, logits_of, resolve_supervision
+from frostlab.training.step.objective import Objective, check_stack, logits_of, resolve_supervision
 from frostlab.training.step.optimizer import build_optimizer
 from frostlab.training.treatment import (
     audit_frozen,
-    count_parameters,
-    state_digest,
     treat,
     wants_types,
     weight_digests,
 )
-from frostlab.typed import read
 
 # Preparing a batch width on a GPU takes as long as training on _WIDTH_WORK / n tokens, where n is
 # the number of elements of a layer's largest weight; both take longer with more layers. With
@@ -175,10 +158,10 @@ def build_model(recipe: Recipe, prepared: PreparedData, stages: Sequence[Stage] 
     """
     model = build_for(recipe, prepared)
     touched = treat(model, recipe)
-    return BuiltModel(model, frozenset(touched), _enter_stages(model, recipe, stages))
+    return BuiltModel(model, frozenset(touched), enter_stages(model, recipe, stages))
 
 
-def _enter_stages(model: nn.Module, recipe: Recipe, stages: Sequence[Stage]) -> Entered:
+def enter_stages(model: nn.Module, recipe: Recipe, stages: Sequence[Stage]) -> Entered:
     """Enter stages one after another; return the result of entering the last one."""
     entered = Entered()
     for index, stage in enumerate(stages):
@@ -190,11 +173,19 @@ def place_model(
     built: BuiltModel, recipe: Recipe, stage: Stage, index: int, task: Task, compute: Compute
 ) -> StageModel:
     """Combine a stage's model with its loss and move both to the device."""
-    objective = task.objective(built.model, recipe)
-    objective.supervision = resolve_supervision(stage.supervise, built.model)
-    objective.to(compute.device)
+    objective = add_loss(built.model, recipe, stage.supervise, task).to(compute.device)
     sync_batch_norms(built.model, compute.world.size, compute.device)
     return StageModel(index, stage, built.entered, objective)
+
+
+def add_loss(
+    model: nn.Module, recipe: Recipe, supervise: Supervise | None, task: Task
+) -> Objective:
+    """Combine a model with its loss, and with the losses of the layers that are supervised."""
+    objective = task.objective(model, recipe)
+    if supervise is not None:
+        objective.supervision = resolve_supervision(supervise, model)
+    return objective
 
 
 def make_feed(
@@ -244,12 +235,14 @@ def make_step(
         recipe.train,
         compute,
         steps=current.stage.steps,
-        tokens=_tokens_per_step(recipe, prepared, compute),
-        shapes=feed.number_of_shapes,
+        batches=Batches(
+            tokens=_tokens_per_step(recipe, prepared, compute),
+            shapes=feed.number_of_shapes,
+            one_shape=compute.world.size > 1 and feed.one_shape,
+        ),
         unused=_has_unused(current, recipe, prepared, task, compute),
         lr_scales=lr_scales(current.model, current.stage, current.index, current.entered),
         watches_inside=watches_inside,
-        one_shape=compute.world.size > 1 and feed.one_shape,
     )
 
 
@@ -399,202 +392,12 @@ def assemble(
     """Move the first stage's model to its device; refuse a batch that cannot fit."""
     check_memory(first.built.model, recipe, prepared, compute)
     placed = place_model(first.built, recipe, first.stages[0], 0, task, compute)
-    current = _audited(placed, recipe)
+    current = audited(placed, recipe)
     frozen = {} if current.audit is None else current.audit.digests
     digests = {**first.digests, "frozen": frozen}
     return Assembly(prepared, first.stages, current, digests, first.config)
 
 
-def _audited(current: StageModel, recipe: Recipe) -> StageModel:
+def audited(current: StageModel, recipe: Recipe) -> StageModel:
     """Return the stage's model with digests of its frozen weights, to verify them later."""
     return replace(current, audit=audit_frozen(current.model, recipe))
-
-
-def next_stage(context: RunContext, progress: Progress, step: EagerStep) -> dict[str, Tensor]:
-    """End the current stage and enter the next one, from the best weights of the current stage.
-
-    Return the optimizer state that the next stage keeps.
-    """
-    reshard(context.objective)
-    state = state_by_slot(context.model, step.optimizer)
-    if getattr(step, "compiles", False):
-        uncompile(context.objective)
-    best = best_checkpoint(context.path, progress)
-    progress.ended.append(stage_facts(context, progress))
-    progress.best, progress.stopped_early = Best(context.recipe.metric), False
-    progress.epoch_seconds, progress.metrics, progress.flow_start = 0.0, {}, None
-    progress.began = progress.seconds["total"]
-    index = progress.stage
-    built = build_model(context.recipe, context.prepared, context.stages[:index])
-    load_weights(built.model, best)
-    stage = context.stages[index]
-    # The model is still on the CPU, so all processes draw equal new layers.
-    entered = enter_stage(built.model, context.recipe, stage, index, built.entered)
-    _replace_model(context, replace(built, entered=entered), index)
-    audit = context.current.audit
-    progress.frozen = {} if audit is None else audit.digests
-    context.world.wait()  # until every process has read the checkpoint
-    return surviving_state(context.model, entered, state) if stage.keep_state else {}
-
-
-def read_progress(context: RunContext, checkpoint: Checkpoint) -> Progress:
-    """Return a checkpoint's progress; refuse one that does not fit checkpoint and recipe."""
-    where = checkpoint.folder / "progress.json"
-    progress = Progress.from_dict(checkpoint.progress(), where)
-    stage_step, best = progress.stage_step, progress.best
-    if (progress.step, progress.stage) != checkpoint.place:
-        raise BadInput(f"{where}: `step` and `ended` belong to another checkpoint")
-    if progress.stage >= len(context.stages) or min(progress.lengths, default=0) < 0:
-        raise BadInput(f"{where}: `ended` does not fit the stages of the recipe")
-    if not 0 <= stage_step <= context.stages[progress.stage].steps:
-        raise BadInput(f"{where}: step {progress.step} is not a step of this stage")
-    if best.metric != context.recipe.metric or (best.value is None) != (best.step is None):
-        raise BadInput(
-            f"{where}: `best` should be of {context.recipe.metric}, with both value and step, or "
-            "with neither"
-        )
-    return progress
-
-
-def restore(context: RunContext, progress: Progress, checkpoint: Checkpoint) -> None:
-    """Rebuild the model if the checkpoint is of a later stage, and load the saved weights."""
-    if progress.stage:
-        stages = context.stages[: progress.stage + 1]
-        built = build_model(context.recipe, context.prepared, stages)
-        _replace_model(context, built, progress.stage)
-        if (audit := context.current.audit) is not None:
-            context.current = replace(context.current, audit=Audit(audit.model, progress.frozen))
-    context.current = replace(context.current, frozen=checkpoint.frozen())
-    load_weights(context.model, checkpoint)
-
-
-def _replace_model(context: RunContext, built: BuiltModel, index: int) -> None:
-    """Place a built model and make it the current stage's model."""
-    placed = place_model(
-        built, context.recipe, context.stages[index], index, context.task, context.compute
-    )
-    context.current = _audited(placed, context.recipe)
-
-
-def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Load a checkpoint's weights into a model, sharded or not.
-
-    A checkpoint stores tied weights once, so their other names may be missing from it.
-    """
-    stored = checkpoint.model()
-    state = model.state_dict()
-    for name, value in stored.items():
-        own = state.get(name)
-        if own is None or value.shape != own.shape or value.dtype != own.dtype:
-            raise FrostlabError(f"{checkpoint.folder} does not fit the model ({name!a:.80})")
-    for name in state.keys() - stored.keys():
-        if not any(state[name].data_ptr() == state[tied].data_ptr() for tied in stored):
-            raise FrostlabError(f"{checkpoint.folder} does not fit the model ({name})")
-    weights = {name: place_like(value, state[name]) for name, value in stored.items()}
-    model.load_state_dict(weights, strict=False)
-
-
-def best_checkpoint(folder: Path, progress: Progress) -> Checkpoint:
-    """Return the current stage's best checkpoint."""
-    if progress.best.step is None:
-        raise FrostlabError(f"no evaluation gave a finite {progress.best.metric}")
-    place = (progress.best.step, progress.stage)
-    for checkpoint in checkpoints_in(folder):
-        if checkpoint.place == place:
-            return checkpoint
-    raise FrostlabError(f"{folder}/checkpoints/{checkpoint_name(*place)} is missing")
-
-
-def stage_facts(context: RunContext, progress: Progress) -> StageRecord:
-    """Return the record of the current stage; epochs are counted from the stage's beginning."""
-    best, counts = progress.best, count_parameters(context.model)
-    per_epoch = steps_per_epoch(len(context.prepared.splits["train"]), context.recipe.train)
-    began = sum(progress.lengths)
-    values = {
-        "name": context.stages[progress.stage].name,
-        "steps": progress.stage_step,
-        "epochs": in_epochs(progress.stage_step, per_epoch),
-        "stopped_early": progress.stopped_early,
-        "best": {
-            "metric": best.metric,
-            "value": best.value,
-            "step": best.step,
-            "epoch": None if best.step is None else in_epochs(best.step - began, per_epoch),
-        },
-        "metrics": progress.metrics,
-        "seconds": round(progress.seconds.get("total", 0.0) - progress.began, 4),
-        "trainable": counts["trainable"],
-        "total": counts["total"],
-    }
-    return read(StageRecord, finite(values), "the record of a stage")
-
-
-def best_model(record: RunRecord) -> nn.Module:
-    """Load a run's best weights into its model, on the CPU and ready to evaluate.
-
-    Only the run's folder is read, unless the model has Python code of its own. Changed files are
-    refused. For a run that has not finished, a warning names the step of the weights: the best of
-    the current stage so far, or the newest if the stage has not been evaluated yet.
-    """
-    recipe, _ = record.recipe, record.start  # `start` refuses a record of another schema
-    checkpoint, is_best = _best_saved(record)
-    stages = stages_of(recipe, record.data.splits["train"].examples)[: checkpoint.stage + 1]
-    with default_modes(torch.device("cpu")), torch.random.fork_rng(devices=[]):
-        model = build_stored(recipe, record.folder)
-        treat(model, recipe, init=False)
-        _enter_stages(model, recipe, stages)
-    load_weights(model, checkpoint)
-    finished = record.ending == "finished"
-    if finished and state_digest(model) != record.result.weights_digest:
-        raise BadInput(f"{checkpoint.folder} does not hold the reported weights")
-    if not finished:
-        which = "best weights so far" if is_best else "newest weights"
-        warnings.warn(
-            f"{record.folder} has not finished; its {which} are used, those of "
-            f"step {checkpoint.step}",
-            UnfinishedRun,
-            stacklevel=3,
-        )
-    return model.eval()
-
-
-def _best_saved(record: RunRecord) -> tuple[Checkpoint, bool]:
-    """Return the checkpoint whose weights to use, and whether they are the best.
-
-    This is the checkpoint that `result.json` of a finished run names, or else the current stage's
-    best one, or the newest one if the stage has not been evaluated yet.
-    """
-    saved = {checkpoint.place: checkpoint for checkpoint in checkpoints_in(record.folder)}
-    if record.ending == "finished":
-        name = record.result.checkpoint
-        for checkpoint in saved.values():
-            if f"checkpoints/{checkpoint.folder.name}" == name:
-                return checkpoint, True
-        raise BadInput(f"{record.folder} has no weights: {name} is missing")
-    for checkpoint in reversed(saved.values()):
-        if checkpoint.damaged_file(PROGRESS) is None:
-            where = checkpoint.folder / PROGRESS
-            step = Progress.from_dict(checkpoint.progress(), where).best.step
-            best = None if step is None else saved.get((step, checkpoint.stage))
-            return (checkpoint, False) if best is None else (best, True)
-    ended = record.ending == "diverged"
-    advice = "train it again" if ended else "continue it with --resume"
-    raise BadInput(f"{record.folder} has no weights: the run has no undamaged checkpoint; {advice}")
-
-
-def check_same_data(record: RunRecord, prepared: PreparedData) -> None:
-    """Refuse data other than those of the run."""
-    if prepared.digest != record.digests.data:
-        changed = ", ".join(_changed_files(record)[:3])
-        listed = f": {changed}" if changed else ""
-        raise BadInput(f"the data of {record.folder} have changed since the run{listed}")
-
-
-def _changed_files(record: RunRecord) -> list[str]:
-    """Return the files of a run's data that are missing or have another content now."""
-    recorded = {file.path: file for split in record.data.splits.values() for file in split.files}
-    return [
-        path
-        for path, file in recorded.items()
-        if not Path(path).is_file() or file_digest(Path(path)) != file.sha256
-    ]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from frostlab.data.eeg.recordings import PreparedData
 from frostlab.errors import BadInput, UnknownArchitecture
-from frostlab.recipe.recipe import WORDS, Add, Recipe, StageSettings, stage_names
+from frostlab.recipe.recipe import AGES, Add, Recipe, StageSettings, stage_names
 from frostlab.recipe.settings import Every, Optim, StepDecay, Supervise, Train
 from frostlab.roles.parts import Rows, Slot
 from frostlab.roles.read import anatomy, survey
@@ -220,7 +220,7 @@ def lr_scales(model: nn.Module, stage: Stage, index: int, entered: Entered) -> d
     (structure, slots), at = survey(model), f"stages.{index}.lr"
     selected_by: dict[str, str] = {}
     learning = [part for part in structure.parts if part.state == "trainable"]
-    for selection in (key for key in stage.rates if key not in WORDS):
+    for selection in (key for key in stage.rates if key not in AGES):
         try:
             keys = {part.key for part in structure.select(selection)}
         except BadInput as error:

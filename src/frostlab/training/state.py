@@ -20,13 +20,14 @@ from frostlab.records.checkpoint import FrozenWeights
 from frostlab.records.folder import RunFolder
 from frostlab.records.schema import Metrics
 from frostlab.records.schema import Stage as StageRecord
-from frostlab.storage import BackgroundWriter
+from frostlab.storage import BackgroundWriter, finite
 from frostlab.surgery.audit import Audit
 from frostlab.training.batches.batch import Batch, Examples, Split
 from frostlab.training.distributed import Compute, World, blocks
 from frostlab.training.progress import Display
-from frostlab.training.stages import Entered, Stage
+from frostlab.training.stages import Entered, Stage, in_epochs, steps_per_epoch
 from frostlab.training.step.objective import Objective
+from frostlab.training.treatment import count_parameters
 from frostlab.typed import read
 
 
@@ -210,3 +211,27 @@ def evaluation_batch(recipe: Recipe, model: nn.Module) -> int:
         return batch
     learn = sum(any(p.requires_grad for p in block.parameters()) for block in blocks(model))
     return batch * max(1, learn)
+
+
+def stage_facts(context: RunContext, progress: Progress) -> StageRecord:
+    """Return the record of the current stage; epochs are counted from the stage's beginning."""
+    best, counts = progress.best, count_parameters(context.model)
+    per_epoch = steps_per_epoch(len(context.prepared.splits["train"]), context.recipe.train)
+    began = sum(progress.lengths)
+    values = {
+        "name": context.stages[progress.stage].name,
+        "steps": progress.stage_step,
+        "epochs": in_epochs(progress.stage_step, per_epoch),
+        "stopped_early": progress.stopped_early,
+        "best": {
+            "metric": best.metric,
+            "value": best.value,
+            "step": best.step,
+            "epoch": None if best.step is None else in_epochs(best.step - began, per_epoch),
+        },
+        "metrics": progress.metrics,
+        "seconds": round(progress.seconds.get("total", 0.0) - progress.began, 4),
+        "trainable": counts["trainable"],
+        "total": counts["total"],
+    }
+    return read(StageRecord, finite(values), "the record of a stage")

@@ -21,7 +21,7 @@ from frostlab.storage import whole_folder, write_whole
 from frostlab.surgery.adapters import merge_adapters
 from frostlab.surgery.save import HEAD, check_exportable, write_checkpoint
 from frostlab.text import Markdown, escaped, markdown, number, plain
-from frostlab.training.setup import best_model
+from frostlab.training.restore import best_model
 from frostlab.training.treatment import wants_types
 from frostlab.use.predict import text_data
 

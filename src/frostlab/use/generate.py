@@ -11,6 +11,8 @@ from frostlab.text import plain
 from frostlab.training.setup import modes_of
 from frostlab.use.scoring import Evaluator
 
+_WIDTH = 80  # characters of a line
+
 
 def check_generates(record: RunRecord) -> None:
     """Refuse a run that is not a language model."""
@@ -46,7 +48,7 @@ def generate(loaded: Evaluator, prompts: Sequence[str], sampling: Sampling) -> l
         return continue_texts(model, loaded.encoder, tokenizer, prompts, sampling)
 
 
-def samples_text(samples: Sequence[tuple[str, Sample]], width: int = 80) -> str:
+def samples_text(samples: Sequence[tuple[str, Sample]]) -> str:
     """Format samples with the names of their runs: a block per prompt, and in it a list per run."""
     blocks: dict[str, dict[str, list[Sample]]] = {}
     for name, sample in samples:
@@ -54,18 +56,18 @@ def samples_text(samples: Sequence[tuple[str, Sample]], width: int = 80) -> str:
     lines: list[str] = []
     for prompt, runs in blocks.items():
         title = f"prompt: {plain(prompt)}" if prompt else "without a prompt"
-        lines += _wrapped(title, "", width)
+        lines += _wrapped(title, "")
         for name, continuations in runs.items():
-            lines += ["", *_wrapped(plain(name), "  ", width)]
+            lines += ["", *_wrapped(plain(name), "  ")]
             for number, sample in enumerate(continuations, 1):
                 text = f"{number}: {plain(sample.text)} [{sample.ended}]"
-                lines += _wrapped(text, "    ", width)
+                lines += _wrapped(text, "    ")
         lines.append("")
     return "\n".join(lines[:-1])
 
 
-def _wrapped(text: str, indent: str, width: int) -> list[str]:
+def _wrapped(text: str, indent: str) -> list[str]:
     """Wrap a text; if it is indented, lines after the first are indented further."""
     return textwrap.wrap(
-        text, width, initial_indent=indent, subsequent_indent=f"{indent}   " if indent else ""
+        text, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}   " if indent else ""
     )

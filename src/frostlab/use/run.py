@@ -15,12 +15,13 @@ from frostlab.models.sampling import Sample, Sampling
 from frostlab.records.folder import RunRecord
 from frostlab.records.model_files import stored_tokenizer
 from frostlab.records.schema import EvaluationEvent, StepEvent
+from frostlab.training.restore import best_model
 from frostlab.training.run import run as train_recipe
-from frostlab.training.setup import best_model
+from frostlab.use.evaluation import evaluate_run
 from frostlab.use.export import export_run
 from frostlab.use.generate import check_generates, generate
 from frostlab.use.predict import Envelopes, Predictions, Predictor, predict
-from frostlab.use.scoring import Evaluation, evaluate_run
+from frostlab.use.scoring import Evaluation
 
 Frame = Literal["steps", "evaluations", "flow"]
 _P = ParamSpec("_P")

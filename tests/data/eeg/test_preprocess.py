@@ -44,9 +44,11 @@ def test_normalising_and_referring() -> None:
 def recorded(rate: float = 64, rates: tuple[float, float] = (64, 64), **changed: Array) -> object:
     random = np.random.default_rng(0)
     signals = {"eeg": random.normal(size=(640, 2)), "envelope": random.normal(size=640)} | changed
+    speakers = [signals[name] for name in ("envelope", "other") if name in signals]
     return preprocess(
-        "one", "s", **signals, channels=("Fz", "Cz"), rates=rates, rate=rate, band=None
-    )
+        "one", "s", signals["eeg"], speakers, channels=("Fz", "Cz"), rates=rates, rate=rate,
+        band=None,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("measured", [64.0, 128.0])
@@ -56,7 +58,7 @@ def test_a_flat_channel_is_0_after_a_band_too(measured: float) -> None:
     eeg[:, 1], eeg[:, 2] = 5.3, 3.7e-6
     rates = (measured, measured)
     found = preprocess(
-        "one", "s", eeg, random.random(1280), channels=("Fz", "Cz", "Oz"), rates=rates, rate=64.0,
+        "one", "s", eeg, [random.random(1280)], channels=("Fz", "Cz", "Oz"), rates=rates, rate=64.0,
         band=(1.0, 9.0),
     )  # fmt: skip
     assert found.eeg[:, 0].std() == pytest.approx(1)

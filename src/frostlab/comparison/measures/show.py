@@ -1,7 +1,7 @@
 """Sections of comparison.md about the times and the convergence of arms (variants of a recipe)."""
 
 from frostlab.comparison.evidence import CONVERGED, Evidence, TimedArm
-from frostlab.comparison.measures.times import (
+from frostlab.comparison.measures.arms import (
     ArmTimes,
     TotalGap,
     arm_times,

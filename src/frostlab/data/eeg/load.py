@@ -278,5 +278,5 @@ def _speech_digest(recording: Recording) -> str:
     return hashlib.sha256(recording.envelope.tobytes()).hexdigest()
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'s' * (number != 1)}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,5 +1,6 @@
 """Preprocessing of measured signals: check, rereference, resample, filter, standardize."""
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -18,22 +19,21 @@ def preprocess(
     name: str,
     subject: str,
     eeg: Array,
-    envelope: Array,
+    speakers: Sequence[Array],
     *,
     channels: tuple[str, ...],
     rates: tuple[float, float],
     rate: float,
     band: Band | None,
     reference: Array | None = None,
-    other: Array | None = None,
 ) -> Recording:
     """Check and preprocess the signals of one recording.
 
-    `rates` are the sampling rates of EEG and envelope in Hz; both are resampled to `rate`. The mean
-    of the channels in `reference` is subtracted from the EEG. `other` is the envelope of a second
-    speaker, whom the subject ignored.
+    `speakers` are envelopes: of the speaker to whom the subject listened and, if there was one, of
+    a second speaker, whom the subject ignored. `rates` are the sampling rates of EEG and envelopes
+    in Hz; all are resampled to `rate`. The mean of the channels in `reference` is subtracted from
+    the EEG.
     """
-    speakers = [envelope] if other is None else [envelope, other]
     for speaker in speakers:
         check_signals(name, eeg, channels, speaker)
         check_durations(name, len(eeg), len(speaker), rates)

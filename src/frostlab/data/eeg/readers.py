@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from frostlab.data.arrays import read_npy
 from frostlab.data.eeg.matlab import MatFiles
 from frostlab.data.eeg.preprocess import Band, check_shape, preprocess, preprocess_eeg
-from frostlab.data.eeg.recordings import VALUES, Recording
+from frostlab.data.eeg.recordings import MOST_VALUES, Recording
 from frostlab.data.eeg.simulate import channel_names
 from frostlab.data.eeg.splits import PREFIXES, Heading
 from frostlab.data.files import named_path
@@ -136,7 +136,7 @@ def _challenge_reader(
             heading.name,
             heading.subject,
             measured,
-            load_envelope(envelope),
+            [load_envelope(envelope)],
             channels=channels,
             rates=(data.file_rate, data.file_rate),
             rate=data.rate,
@@ -235,13 +235,12 @@ def _matlab_reader(
             heading.name,
             heading.subject,
             measured,
-            speech[0].ravel(),
+            [speech[0].ravel(), speech[1].ravel()],
             channels=channels,
             rates=(MATLAB_RATE, MATLAB_RATE),
             rate=data.rate,
             band=data.band,
             reference=reference,
-            other=speech[1].ravel(),
         )
         return recording, channels
 
@@ -285,13 +284,13 @@ def read_raw(eeg: Path, mat: MatFiles) -> Any:
     mne = require("mne", "eeg", f"reading {eeg}")
     try:
         if eeg.suffix == ".set":  # MATLAB's format
-            file = mat.read_set(eeg, VALUES)
+            file = mat.read_set(eeg, MOST_VALUES)
             info = mne.create_info(file.channels, file.rate, file.types, verbose="ERROR")
             return mne.io.RawArray(file.signals, info, copy="auto", verbose="ERROR")
         open_regular(eeg).close()
         raw = mne.io.read_raw(eeg, preload=False, verbose="ERROR")
-        if raw.n_times * len(raw.ch_names) > VALUES:
-            raise ValueError(f"it has more than {VALUES:,} values")
+        if raw.n_times * len(raw.ch_names) > MOST_VALUES:
+            raise ValueError(f"it has more than {MOST_VALUES:,} values")
         return raw.load_data(verbose="ERROR")
     except BadInput:
         raise
@@ -344,7 +343,7 @@ def from_mne(
         name,
         subject,
         eeg,
-        np.asarray(envelope, dtype=np.float64),
+        [np.asarray(envelope, dtype=np.float64)],
         channels=channels,
         rates=(float(raw.info["sfreq"]), envelope_rate or float(raw.info["sfreq"])),
         rate=rate,

@@ -23,7 +23,7 @@ from frostlab.storage import digest_of
 Signal = NDArray[np.float32]
 Starts = NDArray[np.int64]  # (windows, 2): index of the recording, first sample in the recording
 ROLES = ("train", "tune", "report", "unseen")  # splits, see data.eeg.splits
-VALUES = 1 << 28  # the most values of a recording: 64 channels at 1 kHz for more than an hour
+MOST_VALUES = 1 << 28  # the most values of a recording: 64 channels at 1 kHz for more than an hour
 UNSEEN = -1  # marks subjects that are not in train, and so have no row in the subject embedding
 
 

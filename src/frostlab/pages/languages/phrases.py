@@ -410,7 +410,7 @@ def _find(text: str, language: str) -> str | None:
 @cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
     """Return the patterns of texts with names in them, the longest texts first."""
-    found = []
+    patterns = []
     for english in sorted(PHRASES, key=len, reverse=True):
         if _NAME.search(english):
             parts = _NAME.split(english)
@@ -420,5 +420,5 @@ def _patterns() -> list[tuple[re.Pattern[str], str]]:
                 else re.escape(part)
                 for number, part in enumerate(parts)
             )
-            found.append((re.compile(pattern, re.DOTALL), english))
-    return found
+            patterns.append((re.compile(pattern, re.DOTALL), english))
+    return patterns

@@ -219,7 +219,7 @@ class Attentions:
     def _value_products(self, softmax: Node) -> list[tuple[Node, int]]:
         """Return the products with a softmax's probabilities, and which operand these are."""
         graph = self.graph
-        found, seen = [], set()
+        uses, seen = [], set()
         pending = list(graph.consumers.get(softmax, []))
         while pending:
             node, index = pending.pop()
@@ -229,10 +229,10 @@ class Attentions:
             if graph.is_product(node):
                 left = graph.operands(node)[0]
                 operand = 0 if left is not None and self._comes_from(left.node, softmax) else 1
-                found.append((node, operand))
+                uses.append((node, operand))
             elif self._passes(node):
                 pending += graph.consumers.get(node, [])
-        return found
+        return uses
 
     def _comes_from(self, node: Node, softmax: Node) -> bool:
         for passed, _ in self.graph.before(
@@ -280,7 +280,7 @@ class Attentions:
         """Read an attention that is written out; its scores may be a sum of several products."""
         graph = self.graph
         position: list[Contraction] = []
-        found: list[Attention] = []
+        listed: list[Attention] = []
         every: list[dict[str, Side]] = []
         hidden = False
         added: list[Use] = []
@@ -309,15 +309,15 @@ class Attentions:
             projected = {role: self._positions_of(side) for role, side in sides.items()}
             kept = {role: side for role, side in sides.items() if not projected[role]}
             if kept:
-                found.append(Attention(kept, product, softmax._sequence_nr(), product))
+                listed.append(Attention(kept, product, softmax._sequence_nr(), product))
                 every.append(sides)
                 position += [c for role in sides for c in projected[role]]
-        whole = [attention for attention in found if len(attention.sides) == 2]
-        if found and not whole:  # the operand made of parameters is a learned query, not positions
+        whole = [attention for attention in listed if len(attention.sides) == 2]
+        if listed and not whole:  # the operand made of parameters is a learned query, no position
             position.clear()
-            for attention, sides in zip(found, every, strict=True):
+            for attention, sides in zip(listed, every, strict=True):
                 attention.sides = sides
-            whole = found
+            whole = listed
         if not whole and hidden:
             raise UnknownArchitecture(
                 f"{self._where(softmax)} computes the queries or the keys of an attention without "
@@ -345,7 +345,7 @@ class Attentions:
             )
         for value, value_product, _ in values[:1]:
             whole[0].sides["value"], whole[0].result = value, value_product
-        for attention in found:
+        for attention in listed:
             attention.position = position
         whole[0].added += added
         start = graph.edge(softmax, 0)
@@ -358,12 +358,12 @@ class Attentions:
                 whole[0].lookups.append(contraction)
             elif (use := graph.use(node)) is not None:
                 whole[0].added.append(use)
-        return found
+        return listed
 
     def _positions_of(self, side: Side) -> list[Contraction]:
         """Return the projections that make an operand from parameters alone; else an empty list."""
         graph = self.graph
-        found = []
+        made = []
 
         def stop(node: Node) -> bool:
             return (
@@ -383,8 +383,8 @@ class Attentions:
             activation = contraction.activation
             if activation is not None and not graph.weight_only(activation.node):
                 return []
-            found.append(contraction)
-        return found
+            made.append(contraction)
+        return made
 
     def _projections(self, start: GradientEdge | Node) -> set[Node]:
         """Return the nearest contractions before an edge or node, up to the previous attention."""
@@ -442,21 +442,21 @@ class Attentions:
         first = [graph.contraction(node) for node in query.sources if node in graph.nodes]
         sources = query.sources.union(*(self._sources(c) for c in first if c and c.is_projection))
         nodes = [source for source in sources if source in graph.nodes]
-        if any(found in key.sources for source in nodes for found, _ in graph.before(source, stop)):
+        if any(n in key.sources for source in nodes for n, _ in graph.before(source, stop)):
             return False
         return not self._summed(sources) & self._summed(key.sources)
 
     def _summed(self, sources: set[Node]) -> set[Node]:
         """Return the sources; for a source x + p, an activation plus positions, return x."""
         graph = self.graph
-        found = {source for source in sources if source not in graph.nodes}
+        origins = {source for source in sources if source not in graph.nodes}
         for source in sources & graph.nodes.keys():
             parents = [p for p, _ in source.next_functions if p is not None]
             for parent in parents if graph.kind(source) == "Add" else [source]:
                 for node, stopped in graph.before(parent, self._ends):
                     if stopped and not graph.weight_only(node) and not graph.is_of_positions(node):
-                        found.add(node)
-        return found
+                        origins.add(node)
+        return origins
 
     def _stops(self, node: Node) -> bool:
         graph = self.graph
@@ -494,8 +494,8 @@ class Attentions:
             walk = graph.after([attention.result], lambda n: graph.contraction(n) is not None)
             for node in [n for n, stopped in walk if not stopped and graph.is_product(n)]:
                 for edge in filter(None, graph.operands(node)):
-                    found = [graph.contraction(n) for n in self._projections(edge)]
-                    uses = [use for c in found if c is not None for use in c.weights]
+                    earlier = [graph.contraction(n) for n in self._projections(edge)]
+                    uses = [use for c in earlier if c is not None for use in c.weights]
                     if any(use.parameter not in known for use in uses):
                         raise UnknownArchitecture(
                             f"{self._where(node)} multiplies the probabilities of an attention by "
@@ -514,9 +514,9 @@ class Attentions:
                 or graph.weight_only(other)
             )
 
-        for found, stopped in graph.before(node, stop):
-            if stopped and not (graph.weight_only(found) and graph.contraction(found) is None):
-                origins.add(found)
+        for earlier, stopped in graph.before(node, stop):
+            if stopped and not (graph.weight_only(earlier) and graph.contraction(earlier) is None):
+                origins.add(earlier)
                 if len(origins) > 1:
                     return True
         return False
@@ -528,7 +528,7 @@ class Attentions:
             return set()  # a constant, such as the zeros that a decoder begins with
         if graph.weight_only(contraction.activation.node):
             return {use.parameter for use in graph.uses_below(contraction.activation.node)}
-        found: set[Node] = set()
+        origins: set[Node] = set()
         pending = [contraction.activation]
         for _ in range(_DEPTH):
             later: list[GradientEdge] = []
@@ -541,9 +541,9 @@ class Attentions:
                     if confined and earlier is not None and earlier.activation is not None:
                         later.append(earlier.activation)
                     else:
-                        found.add(node)
+                        origins.add(node)
             pending = later
-        return found
+        return origins
 
     def _ends(self, node: Node) -> bool:
         """Return whether a walk back from a projection ends here, e.g. where activations meet."""
@@ -574,21 +574,21 @@ class Attentions:
                     if contraction.activation is None:
                         continue
                     for node, stopped in graph.before(contraction.activation, self._ends):
-                        found = graph.contraction(node) if stopped else None
-                        if found is None or not found.is_projection or self._free[node]:
+                        matrix = graph.contraction(node) if stopped else None
+                        if matrix is None or not matrix.is_projection or self._free[node]:
                             continue
                         if node not in known and self._feeds_others(node, attention):
                             continue
-                        factor = known.setdefault(node, Factor(found, set()))
+                        factor = known.setdefault(node, Factor(matrix, set()))
                         factor.roles.add(role)
                         side.factors[id(node)] = factor
-                        rows = touched(contraction.activation, [*found.weights, *found.bias])
+                        rows = touched(contraction.activation, [*matrix.weights, *matrix.bias])
                         for key, axes in rows.items():
                             before = factor.rows.get(key)
                             factor.rows[key] = axes if before is None else tuple(
                                 a | b for a, b in zip(before, axes, strict=True)
                             )  # fmt: skip
-                        earlier.append(found)
+                        earlier.append(matrix)
                 level = earlier
         attention.factors = [
             factor for factor in known.values()

@@ -77,8 +77,8 @@ def read_claims(
                 biases |= {use.parameter for use in contraction.bias}
             biases |= {use.parameter for use in side.bare}
     findings = {}
-    for parameter, found in claims.items():
-        finding = _combined(found, names[parameter], axes[parameter])
+    for parameter, own_claims in claims.items():
+        finding = _combined(own_claims, names[parameter], axes[parameter])
         finding.cross = cross[parameter] == {True}
         finding.bias = parameter in biases
         finding.attentions = where[parameter]
@@ -196,11 +196,11 @@ def _combined(claims: list[Claim], name: str, default: int) -> Finding:
         heads = {_heads(parts, rows) for parts in partitions}
         own = [claim for claim in claims if claim.role == role]
         # An operation that mixes heads, such as an unknown norm, makes each depend on more rows.
-        mixed = any(found.size > claim.entries > 0 for found in heads if found for claim in own)
+        mixed = any(part.size > claim.entries > 0 for part in heads if part for claim in own)
         if mixed or _lie_elsewhere(own, axis):
             heads = set()
-        if len(heads) == 1 and (found := heads.pop()) is not None:
-            finding.heads[role] = found
+        if len(heads) == 1 and (part := heads.pop()) is not None:
+            finding.heads[role] = part
         first = partitions[0] if partitions else []
         for number, mask in enumerate(first):
             finding.head_rows[role, number] = mask
@@ -224,8 +224,8 @@ def _partitions(
 ) -> list[list[Tensor]]:
     """Return, for each attention that uses the parameter, the rows of its distinct heads."""
     places: dict[int, list[Tensor]] = {}
-    for (found, place, head), mask in by_head.items():
-        if found == role and head is not None:
+    for (owner, place, head), mask in by_head.items():
+        if owner == role and head is not None:
             known = places.setdefault(place, [])
             if not any(torch.equal(mask, other) for other in known):
                 known.append(mask)
@@ -255,13 +255,13 @@ def _divided_axes(claims: list[Claim]) -> list[int]:
     apart = [axis for axis in range(len(claims[0].axes)) if _roles_lie_apart(claims, axis)]
     if len({claim.role for claim in claims}) > 1 and apart:
         return apart
-    found = []
+    axes = []
     for axis in range(len(claims[0].axes)):
         masks = {bytes(claim.axes[axis].numpy(force=True)): claim.axes[axis] for claim in claims}
         distinct = list(masks.values())
         if any(not bool((a & b).any()) for i, a in enumerate(distinct) for b in distinct[i + 1 :]):
-            found.append(axis)
-    return found
+            axes.append(axis)
+    return axes
 
 
 def _roles_lie_apart(claims: list[Claim], axis: int) -> bool:
@@ -320,4 +320,6 @@ def as_rows(labels: list[str]) -> dict[str, Rows]:
         if i == period or labels[i] != labels[start]:
             spans.setdefault(labels[start], []).append((start, i))
             start = i
-    return {label: Rows(period, size // period, tuple(found)) for label, found in spans.items()}
+    return {
+        label: Rows(period, size // period, tuple(own_spans)) for label, own_spans in spans.items()
+    }

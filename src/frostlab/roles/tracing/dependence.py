@@ -154,10 +154,10 @@ class _Side:
 
     def rows(self, seed: Tensor) -> Touched:
         """Return the rows that the vectors with a non-zero seed depend on."""
-        found: Touched = {}
+        outputs: Touched = {}
         if self.plain:
-            found = _touched_outputs(self.graph, self.edge, self.plain, seed, self.blocked)
-        return found | (touched(self.edge, self.uses, seed, self.blocked) if self.uses else {})
+            outputs = _touched_outputs(self.graph, self.edge, self.plain, seed, self.blocked)
+        return outputs | (touched(self.edge, self.uses, seed, self.blocked) if self.uses else {})
 
     def rows_at(self, place: tuple[int, ...]) -> Touched:
         """Return the rows that one vector depends on."""

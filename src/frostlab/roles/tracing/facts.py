@@ -105,13 +105,13 @@ class Facts:
     # ---- text ----
 
     def special_ids(self) -> set[int]:
-        found: set[int] = set()
+        ids: set[int] = set()
         for config in self.configs:
             for name, value in vars(config).items():
                 if name.endswith(("_token_id", "_token_index", "_token_ids")):
                     values = value if isinstance(value, (list, tuple)) else [value]
-                    found |= {item for item in values if isinstance(item, int)}
-        return found
+                    ids |= {item for item in values if isinstance(item, int)}
+        return ids
 
     def vocabulary(self) -> int:
         embeddings: Any = getattr(self.model, "get_input_embeddings", lambda: None)

@@ -282,16 +282,16 @@ def _silent(attentions: Attentions, findings: Mapping[int, Finding]) -> set[int]
 def _in_many(slot: Slot, attentions: Attentions, layers: Layers, names: Mapping[int, str]) -> bool:
     """Return whether the attentions of several layers add this parameter to their scores."""
     key = id(slot.pieces[0].parameter)
-    found = set()
+    paths = set()
     for attention in attentions.found:
         uses = [*attention.added, *(u for c in attention.lookups for u in c.weights)]
         if any(use.parameter == key for use in uses):
             sides = attention.sides.values()
-            found |= {
+            paths |= {
                 layers.path(names[u.parameter])
                 for side in sides for c in side.contractions for u in c.weights
             }  # fmt: skip
-    return len(found) > 1
+    return len(paths) > 1
 
 
 def _first_pass(model: nn.Module, batch: Any) -> tuple[Call, Trace]:

@@ -138,7 +138,7 @@ class Graph:
 
     def uses_below(self, node: Node) -> tuple[Use, ...]:
         """Return the uses of parameters that a node is computed from."""
-        found: dict[int, Use] = {}
+        uses: dict[int, Use] = {}
         seen, pending = set(), [node]
         while pending:
             current = pending.pop()
@@ -147,9 +147,9 @@ class Graph:
             seen.add(current)
             use = self.use(current)
             if use is not None:
-                found[id(use.alias)] = use
+                uses[id(use.alias)] = use
             pending += [p for p, _ in current.next_functions if p is not None]
-        return tuple(found.values())
+        return tuple(uses.values())
 
     def reached(self) -> set[int]:
         """Return ids of parameters that the outputs are computed from."""
@@ -158,7 +158,7 @@ class Graph:
     def without_history(self) -> set[int]:
         """Return ids of parameters whose results are detached or computed without gradients."""
         trace = self.trace
-        found = {
+        parameters = {
             use.parameter
             for use in trace.uses.values()
             if trace.records[use.call].name in PROJECTIONS | PRODUCTS
@@ -167,8 +167,8 @@ class Graph:
         for node in trace.cut:
             for leaf, _ in self.before(node, lambda n: n in self.nodes):
                 use = self.use(leaf)
-                found |= set() if use is None else {use.parameter}
-        return found
+                parameters |= set() if use is None else {use.parameter}
+        return parameters
 
     def contraction(self, node: Node) -> Contraction | None:
         """Return a node as a contraction, or None if no operand is made of parameters alone."""
@@ -214,7 +214,7 @@ class Graph:
 
         The list is empty if the product depends on the model's inputs, too.
         """
-        found = []
+        uses = []
         for node, _ in self.before(product, lambda n: False):
             contraction = self.contraction(node)
             looked_up = contraction is not None and contraction.kind == "lookup"
@@ -222,10 +222,10 @@ class Graph:
                 return []
             use = self.use(node)
             if use is not None:
-                found.append(use)
+                uses.append(use)
             elif not node.next_functions:
                 return []
-        return found
+        return uses
 
     def is_recurrent(self, node: Node) -> bool:
         """Return whether a node joins the results of a loop in which each state makes the next.
@@ -241,7 +241,7 @@ class Graph:
             return self.contraction(other) is not None
 
         steps = [{n for n, _ in self.before(parent, stop)} for parent in parents[:_LOOP]]
-        products = [{n for n in found if self.kind(n) == "Mul"} for found in steps]
+        products = [{n for n in nodes if self.kind(n) == "Mul"} for nodes in steps]
         return all(earlier and earlier & later and len(earlier) < len(later)
                    for earlier, later in pairwise(products))  # fmt: skip
 
@@ -325,33 +325,38 @@ class Graph:
     ) -> Iterator[tuple[Node, bool]]:
         """Walk back from an edge; yield each node and whether the walk stopped there."""
         first = start.node if isinstance(start, GradientEdge) else start
-        seen: set[Node] = set()
-        pending = [first]
-        while pending:
-            node = pending.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            stopped = stop(node)
-            yield node, stopped
-            if not stopped:
-                pending += [p for p, _ in node.next_functions if p is not None]
+        return _walk(
+            [first], stop, lambda node: [p for p, _ in node.next_functions if p is not None]
+        )
 
     def after(
         self, starts: Iterable[Node], stop: Callable[[Node], bool]
     ) -> Iterator[tuple[Node, bool]]:
         """Walk forward from nodes; yield each later node and whether the walk stopped there."""
-        seen: set[Node] = set()
-        pending = [consumer for start in starts for consumer, _ in self.consumers.get(start, [])]
-        while pending:
-            node = pending.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            stopped = stop(node)
-            yield node, stopped
-            if not stopped:
-                pending += [consumer for consumer, _ in self.consumers.get(node, [])]
+
+        def following(node: Node) -> list[Node]:
+            return [consumer for consumer, _ in self.consumers.get(node, [])]
+
+        return _walk([n for start in starts for n in following(start)], stop, following)
+
+
+def _walk(
+    pending: list[Node], stop: Callable[[Node], bool], following: Callable[[Node], list[Node]]
+) -> Iterator[tuple[Node, bool]]:
+    """Yield these nodes and those that follow them, each once, and whether the walk stopped there.
+
+    Nothing that follows a node where the walk stops is visited from there.
+    """
+    seen: set[Node] = set()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        stopped = stop(node)
+        yield node, stopped
+        if not stopped:
+            pending += following(node)
 
 
 def counts_up(record: Record) -> bool:

@@ -40,9 +40,9 @@ class Layers:
         self._other_matrices = _local_names(rest)
         inner = {path for inputs, _ in pairs if (path := self._numbered(inputs))}
         paths = [self._layer_of(inputs, outputs, inner) for inputs, outputs in pairs]
-        found = dict.fromkeys(path for path in paths if path)
-        found = dict.fromkeys(_innermost(path, found, pairs) for path in found)
-        templates = {_template(_parent(path)) for path in found}
+        layer_paths = dict.fromkeys(path for path in paths if path)
+        layer_paths = dict.fromkeys(_innermost(path, layer_paths, pairs) for path in layer_paths)
+        templates = {_template(_parent(path)) for path in layer_paths}
         self._paths: dict[str, None] = {}
         for name in names:
             segments = name.split(".")
@@ -50,8 +50,8 @@ class Layers:
                 prefix = ".".join(segments[:i])
                 path = ".".join(segments[: i + 1])
                 if segment.isdecimal() and _template(prefix) in templates:
-                    held = any(_parent(other) == prefix for other in found)
-                    if held or any(self._are_alike(path, other) for other in found):
+                    held = any(_parent(other) == prefix for other in layer_paths)
+                    if held or any(self._are_alike(path, other) for other in layer_paths):
                         self._paths[path] = None
         self._stack_names = _stack_names(sorted(templates))
         self._containers = {template: _container(template, templates) for template in templates}
@@ -228,13 +228,13 @@ def _local_names(names: Sequence[str]) -> dict[str, set[str]]:
     return local
 
 
-def _innermost(path: str, found: Iterable[str], pairs: Sequence[Any]) -> str:
+def _innermost(path: str, paths: Iterable[str], pairs: Sequence[Any]) -> str:
     """Return the path of a layer inside this module; this path if there is none.
 
     Such a layer holds an attention and stands in a list like those of other layers, for example
     `layers.*.blocks`.
     """
-    forms = {_template(_parent(p)) for p in found}
+    forms = {_template(_parent(p)) for p in paths}
     for inputs, _ in pairs:
         if inputs and all(name.startswith(f"{path}.") for name in inputs):
             segments = inputs[0].split(".")
@@ -249,10 +249,10 @@ def _in_turn(
     path: str, stack: str, numbers: Sequence[int], runs: Mapping[str, Sequence[int]]
 ) -> bool:
     """Return whether module i of one list runs between modules i − 1 and i + 1 of another."""
-    starts = [[runs.get(f"{one}.{n}", ()) for n in numbers] for one in (path, stack)]
-    if len(numbers) < 2 or not all(begun for one in starts for begun in one):
+    starts = [[runs.get(f"{parent}.{n}", ()) for n in numbers] for parent in (path, stack)]
+    if len(numbers) < 2 or not all(begun for parent in starts for begun in parent):
         return False
-    own, other = ([begun[0] for begun in one] for one in starts)
+    own, other = ([begun[0] for begun in parent] for parent in starts)
     return all(own[i] < other[i + 1] and other[i] < own[i + 1] for i in range(len(numbers) - 1))
 
 

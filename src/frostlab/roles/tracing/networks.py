@@ -101,25 +101,25 @@ class Networks:
         earlier, between = self.before(contraction.activation)
         if not earlier or any(c is None for c in earlier):
             return
-        found = [c for c in earlier if c is not None]
-        layers = {self.layer_of(p) for c in found for p in (u.parameter for u in c.weights)}
+        contractions = [c for c in earlier if c is not None]
+        layers = {self.layer_of(p) for c in contractions for p in (u.parameter for u in c.weights)}
         if layers != {self.layer_of(names[0])}:
             return
-        if layers == {""} and not self._is_residual(contraction, found):
+        if layers == {""} and not self._is_residual(contraction, contractions):
             return
         active = any(self.activates(node) for node in between)
         gating = [n for n in between if graph.kind(n) == "Mul" and self.gates(n)]
         if not active and not gating:
             return
-        matrices = [c for c in found if c.is_projection]
-        for conv in found:
+        matrices = [c for c in contractions if c.is_projection]
+        for conv in contractions:
             if conv not in matrices and conv.activation is not None:
                 more, _ = self.before(conv.activation)
                 matrices += [c for c in more if c is not None and c.is_projection]
         if not matrices or not contraction.is_projection:
             return
-        if len(found) > len(matrices) or any(c not in matrices for c in found):
-            before = [n for c in found if c.activation for n in self.before(c.activation)[1]]
+        if len(contractions) > len(matrices) or any(c not in matrices for c in contractions):
+            before = [n for c in contractions if c.activation for n in self.before(c.activation)[1]]
             if any(graph.kind(n) in ("Glu", "Mul") and self._gates_any(n) for n in before):
                 for part in (contraction, *matrices):  # a convolution after a gate
                     self.give(part, "conv")
@@ -196,9 +196,9 @@ class Networks:
         gate = 0 if sides[0][2] else 1
         if not sides[gate][2]:
             gate = -1  # neither has an activation function
-        for index, (edge, found, _) in enumerate(sides):
+        for index, (edge, contractions, _) in enumerate(sides):
             role = "gate" if index == gate else "up"
-            for contraction in found:
+            for contraction in contractions:
                 if contraction not in matrices:
                     continue
                 other_edge, other, _ = sides[1 - index]
@@ -231,10 +231,10 @@ class Networks:
             if edge is None or graph.weight_only(edge.node):
                 return False
             earlier, _ = self.before(edge)
-            found = [c for c in earlier if c is not None]
-            if not found:
+            contractions = [c for c in earlier if c is not None]
+            if not contractions:
                 return False
-            sides.append((edge, found))
+            sides.append((edge, contractions))
         if shape_at(sides[0][0]) != shape_at(sides[1][0]):
             return False
         if set(sides[0][1]) != set(sides[1][1]):
@@ -252,7 +252,7 @@ class Networks:
 
         None stands for any other origin, such as a lookup or a residual sum.
         """
-        graph, found, between = self.graph, [], []
+        graph, nearest, between = self.graph, [], []
 
         def stop(node: Node) -> bool:
             return (
@@ -267,10 +267,10 @@ class Networks:
             if not stopped:
                 between.append(node)
             elif (contraction := graph.contraction(node)) is not None:
-                found.append(contraction if contraction.kind != "lookup" else None)
+                nearest.append(contraction if contraction.kind != "lookup" else None)
             elif not graph.weight_only(node):
-                found.append(None)
-        return found, between
+                nearest.append(None)
+        return nearest, between
 
     def _is_stream(self, node: Node) -> bool:
         """Return whether a node adds or joins activations, as in a residual stream.
@@ -288,9 +288,9 @@ class Networks:
         def stop(other: Node) -> bool:
             return graph.contraction(other) is not None or not other.next_functions
 
-        for found, stopped in graph.before(node, stop):
+        for earlier, stopped in graph.before(node, stop):
             if stopped:
-                contraction = graph.contraction(found)
+                contraction = graph.contraction(earlier)
                 if contraction is None or contraction.kind != "matrix":
                     return False
                 weights |= {use.parameter for use in contraction.weights}

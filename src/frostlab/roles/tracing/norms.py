@@ -146,16 +146,16 @@ class Norms:
 
     def _aliases(self, step: Step) -> tuple[frozenset[int], bool]:
         """Return the ids of the aliases that a call uses, and whether it uses no other tensor."""
-        found: set[int] = set()
+        aliases: set[int] = set()
         alone = bool(step.values)
         for value in step.values:
             if id(value) in self._uses:
-                found.add(id(value))
+                aliases.add(id(value))
             elif id(value) in self.computed:
-                found |= self.computed[id(value)]
+                aliases |= self.computed[id(value)]
             elif value.requires_grad or value.numel() > 1:
                 alone = False
-        return frozenset(found), alone
+        return frozenset(aliases), alone
 
     def _may_scale(self, alias: int, values: Sequence[Tensor]) -> bool:
         """Return whether a parameter can scale or shift a norm.
@@ -278,19 +278,19 @@ class Norms:
 
 
 def _combined_shape(
-    step: Step, found: Sequence[tuple[tuple[int, ...], Statistic]], result: Tensor
+    step: Step, statistics: Sequence[tuple[tuple[int, ...], Statistic]], result: Tensor
 ) -> tuple[int, ...] | None:
     """Return `kept` of a value computed from statistics; None if it is not clear."""
-    shape, first = found[0]
+    shape, first = statistics[0]
     if step.name in _EXPANDS:
         return tuple(result.shape) if _is_aligned(step.values[0], first, result) else None
     if _keeps_order(step):
         return first.kept
     if step.name not in _ELEMENTWISE:
         return None
-    if all((form, statistic.kept) == (shape, first.kept) for form, statistic in found):
+    if all((form, statistic.kept) == (shape, first.kept) for form, statistic in statistics):
         return first.kept
-    whole = all(form == statistic.kept for form, statistic in found)
+    whole = all(form == statistic.kept for form, statistic in statistics)
     return tuple(result.shape) if whole else None
 
 

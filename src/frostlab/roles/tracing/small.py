@@ -89,7 +89,9 @@ def _layer_counts(config: Any) -> Iterator[int]:
 
     Two layers may be too large, and a kind of layer may be missing in the first few.
     """
-    longest = max((value for one in _configs(config) for _, value in _layer_fields(one)), default=1)
+    longest = max(
+        (value for part in _configs(config) for _, value in _layer_fields(part)), default=1
+    )
     yield from (2, 1, *range(3, min(longest, MOST_LAYERS) + 1)) if longest > 1 else ()
     if longest <= 1 or longest > MOST_LAYERS:
         yield longest
@@ -128,33 +130,33 @@ def _shrunk(config: Any, changes: frozenset[str], layers: int) -> Any:
     """Return a copy of the config with fewer layers, in which the sizes in `changes` are small."""
     small = copy.deepcopy(config)
     tokens: dict[int, int] = {}
-    for one in _configs(small):
-        for name, before in list(_layer_fields(one)):
+    for part in _configs(small):
+        for name, before in list(_layer_fields(part)):
             after = min(before, layers)
             if after < before:
-                _cut_lists(one, before, after)
-            _put(one, name, after)
-        for name, value in list(vars(one).items()):
+                _cut_lists(part, before, after)
+            _put(part, name, after)
+        for name, value in list(vars(part).items()):
             if "words" in changes:
                 if _is_count(name, value, VOCABULARY):
-                    _put(one, name, min(value, WORDS))
+                    _put(part, name, min(value, WORDS))
                 elif TOKEN.fullmatch(name):
-                    _put(one, name, _small_tokens(value, tokens))
+                    _put(part, name, _small_tokens(value, tokens))
             if _is_count(name, value, FIRST_DENSE):
-                _put(one, name, 1)
+                _put(part, name, 1)
             if name == "num_kv_shared_layers" and value:
-                _put(one, name, min(value, layers // 2))
+                _put(part, name, min(value, layers // 2))
             if _is_count(name, value, OFFSETS):
-                _put(one, name, 2 - value % 2)
+                _put(part, name, 2 - value % 2)
             if "feed" in changes and _is_count(name, value, FEED_FORWARDS):
-                _put(one, name, min(value, FEED_FORWARD))
+                _put(part, name, min(value, FEED_FORWARD))
             if "experts" in changes:
                 if _is_count(name, value, EXPERT_COUNTS):
-                    _put(one, name, min(value, EXPERTS))
+                    _put(part, name, min(value, EXPERTS))
                 elif _is_count(name, value, CHOSEN_EXPERTS):
-                    _put(one, name, min(value, 2))
+                    _put(part, name, min(value, 2))
                 elif _is_count(name, value, GROUPS):
-                    _put(one, name, 1)
+                    _put(part, name, 1)
     return small
 
 
@@ -312,11 +314,11 @@ def _deciding_numbers(model: nn.Module) -> dict[type, set[str]]:
                     for name, value in vars(module).items():
                         if type(value) is int:
                             values[parent + shapes, type(module), inner, name].add(value)
-    found: dict[type, set[str]] = defaultdict(set)
+    deciding: dict[type, set[str]] = defaultdict(set)
     for kind, name in {(kind, name) for (_, kind, _, name), v in values.items() if len(v) > 1}:
         if any(_decides(function, name) for function in _methods(kind)):
-            found[kind].add(name)
-    return found
+            deciding[kind].add(name)
+    return deciding
 
 
 def _methods(kind: type) -> Iterator[Any]:
@@ -363,8 +365,8 @@ def _names_of(expression: ast.AST) -> set[str]:
 def _scales(config: Any, small: Any) -> set[tuple[int, int]]:
     """Return the sizes that were shrunk, each with the size it became."""
     changed: set[tuple[int, int]] = set()
-    for one, other in zip(_configs(config), _configs(small), strict=True):
-        for name, value in vars(one).items():
+    for own, other in zip(_configs(config), _configs(small), strict=True):
+        for name, value in vars(own).items():
             after = vars(other).get(name)
             if type(value) is int and type(after) is int and after != value:
                 changed.add((value, after))  # `_fits` also allows fused and padded tables
@@ -376,12 +378,12 @@ def _scales(config: Any, small: Any) -> set[tuple[int, int]]:
 def _fits(big: torch.Size, small: torch.Size, scales: set[tuple[int, int]]) -> bool:
     """Say whether two shapes differ only in sizes that were shrunk on purpose."""
     return len(big) == len(small) and all(
-        one == other
+        size == other
         or any(
-            (one % before == 0 and one // before * after == other)
-            or (before > 8 and abs(one - before) <= 64 and one - before == other - after)
+            (size % before == 0 and size // before * after == other)
+            or (before > 8 and abs(size - before) <= 64 and size - before == other - after)
             for before, after in scales
             if before > 0
         )
-        for one, other in zip(big, small, strict=True)
+        for size, other in zip(big, small, strict=True)
     )

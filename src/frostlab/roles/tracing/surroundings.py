@@ -54,11 +54,11 @@ class Around(Networks):
                 self.give(contraction, "output", None if joined is None else joined[0])
                 if joined is not None:
                     self._give_joined(contraction, *joined)
-                found = {use.parameter for use in (*contraction.weights, *contraction.bias)}
+                parameters = {use.parameter for use in (*contraction.weights, *contraction.bias)}
                 if attention.cross:
-                    self.crosses |= found
+                    self.crosses |= parameters
                 elif "query" in attention.sides and "key" in attention.sides:
-                    own |= found
+                    own |= parameters
         self.crosses -= own
         for contraction in contractions:
             if contraction.kind != "lookup":
@@ -90,7 +90,7 @@ class Around(Networks):
     def _position_network(self, last: Contraction) -> list[Contraction]:
         """Return the earlier projections of a network that computes scores from positions alone."""
         graph = self.graph
-        found: list[Contraction] = []
+        projections: list[Contraction] = []
         pending = [last]
         while pending:
             activation = pending.pop().activation
@@ -99,11 +99,11 @@ class Around(Networks):
             for node, stopped in graph.before(activation, lambda n: bool(graph.contraction(n))):
                 earlier = graph.contraction(node)
                 if earlier is not None and not self.attentions.escapes(node):
-                    found.append(earlier)
+                    projections.append(earlier)
                     pending.append(earlier)
                 elif stopped or graph.is_input(node) or graph.is_mixing(node):
                     return []  # it is computed from activations
-        return found
+        return projections
 
     def outputs(self, result: Node) -> Iterable[Contraction]:
         """Yield the first projections after an attention that do not make a query, key or value."""
@@ -123,9 +123,9 @@ class Around(Networks):
             )
 
         for node, stopped in graph.after([result], stop):
-            found = graph.contraction(node) if stopped else None
-            if found is not None and found.kind != "lookup" and node not in projections:
-                yield found
+            projection = graph.contraction(node) if stopped else None
+            if projection is not None and projection.kind != "lookup" and node not in projections:
+                yield projection
 
     def _joined(
         self, contraction: Contraction
@@ -182,8 +182,8 @@ class Around(Networks):
         graph = self.graph
 
         def stop(node: Node) -> bool:
-            found = graph.contraction(node) is not None or self.attentions.is_hub(node)
-            return found or node in self.attentions.core
+            stops = graph.contraction(node) is not None or self.attentions.is_hub(node)
+            return stops or node in self.attentions.core
 
         ends = [graph.contraction(node) for node, stopped in graph.after([sum_], stop) if stopped]
         before = {self.layer_of(use.parameter) for c in self._before_sum(sum_) for use in c.weights}
@@ -204,16 +204,16 @@ class Around(Networks):
         walk = [
             n for p, _ in sum_.next_functions if p is not None for n, _ in graph.before(p, stop)
         ]
-        found = [graph.contraction(node) for node in walk]
-        return [c for c in found if c is not None and c.kind != "lookup"]
+        contractions = [graph.contraction(node) for node in walk]
+        return [c for c in contractions if c is not None and c.kind != "lookup"]
 
     def _is_first(self, contraction: Contraction) -> bool:
         """Return whether a projection is the first of a feed-forward network."""
         graph = self.graph
 
         def stop(node: Node) -> bool:
-            found = graph.contraction(node) is not None or self.attentions.is_hub(node)
-            return found or node in self.attentions.core
+            stops = graph.contraction(node) is not None or self.attentions.is_hub(node)
+            return stops or node in self.attentions.core
 
         after = list(graph.after([contraction.node], stop))
         passed = [node for node, stopped in after if not stopped and graph.kind(node) != "Mul"]
@@ -246,12 +246,12 @@ class Around(Networks):
         def stop(other: Node) -> bool:
             return other in self.attentions.core or graph.contraction(other) is not None
 
-        for found, stopped in graph.before(node, stop):
-            if not (stopped or not found.next_functions) or graph.weight_only(found):
+        for earlier_node, stopped in graph.before(node, stop):
+            if not (stopped or not earlier_node.next_functions) or graph.weight_only(earlier_node):
                 continue
-            if found in self.attentions.core:
+            if earlier_node in self.attentions.core:
                 continue
-            contraction = graph.contraction(found)
+            contraction = graph.contraction(earlier_node)
             if contraction is None or contraction.activation is None:
                 return False
             earlier, _ = self.before(contraction.activation)
@@ -362,8 +362,8 @@ class Around(Networks):
         """Return whether there is an activation function between two nodes."""
         for edge in (self.graph.edge(end, 0), self.graph.edge(end, 1)):
             if edge is not None:
-                found, between = self.before(edge)
-                if any(c is not None and c.node is start for c in found):
+                nearest, between = self.before(edge)
+                if any(c is not None and c.node is start for c in nearest):
                     return any(map(self.activates, between))
         return False
 
@@ -389,8 +389,8 @@ class Around(Networks):
         if contraction.activation is not None:
             walk = graph.before(contraction.activation, stop)
             near += [node for node, stopped in walk if stopped]
-        found = [graph.contraction(node) for node in near]
-        return any(c and c.kind == "convolution" and not c.is_projection for c in found)
+        contractions = [graph.contraction(node) for node in near]
+        return any(c and c.kind == "convolution" and not c.is_projection for c in contractions)
 
     def _outer_convolution(self, contraction: Contraction) -> str:
         """Return the role of a convolution outside the layers: embedding, position or conv."""
@@ -460,7 +460,7 @@ class Around(Networks):
 
     def _reaches_attention(self, node: Node) -> bool:
         core = self.attentions.core
-        return any(found in core for found, _ in self.graph.after([node], lambda n: n in core))
+        return any(later in core for later, _ in self.graph.after([node], lambda n: n in core))
 
     def _follows_attention(self, contraction: Contraction) -> bool:
         if contraction.activation is None:
@@ -529,9 +529,13 @@ class Around(Networks):
         for parent, number in meeting.next_functions:
             if parent is None or self.graph.weight_only(parent):
                 continue
-            found, between = self.before(GradientEdge(parent, number))
-            if len(found) == 1 and found[0] is not None and not any(map(self.activates, between)):
-                weight = found[0].weights[0]
+            nearest, between = self.before(GradientEdge(parent, number))
+            if (
+                len(nearest) == 1
+                and nearest[0] is not None
+                and not any(map(self.activates, between))
+            ):
+                weight = nearest[0].weights[0]
                 known = self.roles.get(weight.parameter, {})
                 if len(known) == 1 and use.alias.shape[0] in weight.alias.shape:
                     self.biases.add(use.parameter)

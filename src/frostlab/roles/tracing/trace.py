@@ -35,7 +35,8 @@ PROJECTIONS = {"linear", "addmm", "conv1d", "conv2d"}
 _TRANSPOSES = {"T", "mT", "H", "mH"}  # attributes that compute a result like a function
 _CUTS = {"detach", "data"}  # operations whose results have no autograd history
 SUMS = ADDS
-_KEPT = PRODUCTS | PROJECTIONS | SUMS  # functions whose results are kept for later passes (pins)
+# functions whose results are kept for later passes (pins)
+_KEPT_FUNCTIONS = PRODUCTS | PROJECTIONS | SUMS
 _NORMS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"}
 
 
@@ -148,11 +149,11 @@ class _Watch(TorchFunctionMode):
             args, kwargs = self._hold(number, step)
             result = func(*args, **kwargs)
             if name == "embedding":
-                found = [t for t in tensors_in((args, kwargs)) if not t.is_floating_point()]
-                record.indices = found[0] if found else None
-                record.given = bool(found) and _storage(found[0]) in self.ids
+                indices = [t for t in tensors_in((args, kwargs)) if not t.is_floating_point()]
+                record.indices = indices[0] if indices else None
+                record.given = bool(indices) and _storage(indices[0]) in self.ids
         record.last = _node_number()
-        if name in _KEPT and isinstance(result, Tensor):
+        if name in _KEPT_FUNCTIONS and isinstance(result, Tensor):
             record.node = result.grad_fn
             record.result = result.detach().clone()  # what follows may change it in place
             if self._pins is not None and number in self._pins and self._pins[number].always:
@@ -252,7 +253,7 @@ def _multi_head(
             (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
         )
         inputs = (query, key, value)
-        projected = [F.linear(*each) for each in zip(inputs, weights, biases, strict=True)]
+        projected = [F.linear(*operands) for operands in zip(inputs, weights, biases, strict=True)]
     if bias_k is not None and bias_v is not None:  # one more key and value, the same for all
         added = (bias_k.expand(1, *key.shape[1:-1], -1), bias_v.expand(1, *key.shape[1:-1], -1))
         pairs = zip(projected[1:], added, strict=True)

@@ -88,8 +88,8 @@ def _verify(
     }
     passes = 0
     for bit in range(bits):
-        for one in (1, 0):
-            moved = {unit for unit, code in codes.items() if (code >> bit & 1) == one}
+        for value in (1, 0):
+            moved = {unit for unit, code in codes.items() if (code >> bit & 1) == value}
             model = copy()
             values = {
                 id(p): _moved(p.detach(), findings[id(p)], moved)
@@ -142,13 +142,13 @@ def _sums_after(graph: Graph, attentions: Attentions, result: Node) -> list[Node
     def stop(node: Node) -> bool:
         return graph.contraction(node) is not None or node in attentions.core
 
-    found = []
+    sums = []
     for node, stopped in graph.after([result], stop):
         if not stopped and graph.kind(node) == "Add":
             ends = [end for end, at_end in graph.after([node], stop) if at_end]
             if ends and not any(end in attentions.core for end in ends):
-                found.append(node)
-    return [node for node in found if graph.trace.records[graph.call(node)].name in SUMS]
+                sums.append(node)
+    return [node for node in sums if graph.trace.records[graph.call(node)].name in SUMS]
 
 
 def _moved(values: Tensor, finding: Finding, moved: set[Unit]) -> Tensor:
@@ -250,8 +250,8 @@ def _units(graph: Graph, side: Side, number: int, findings: Mapping[int, Finding
 
 def _units_of(graph: Graph, rows: Iterable[Touched], findings: Mapping[int, Finding]) -> set[Unit]:
     units: set[Unit] = set()
-    for found in rows:
-        for alias, axes in found.items():
+    for axes_by_alias in rows:
+        for alias, axes in axes_by_alias.items():
             finding = findings.get(graph.trace.uses[alias].parameter)
             if finding is None:
                 continue

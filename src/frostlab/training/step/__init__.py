@@ -155,6 +155,18 @@ def choose_kind(
     return Choice("captured", True, reason)
 
 
+@dataclass(frozen=True)
+class Batches:
+    """The batches that a process will read, as far as their form is known before training."""
+
+    tokens: float | None = None  # tokens, or EEG samples, in a step on average; None: unknown
+    shapes: int = 1  # number of different shapes
+    one_shape: bool = False  # whether all micro-batches of all processes have the same shape
+
+
+_UNKNOWN = Batches()
+
+
 def build_step(
     objective: Objective,
     optim: Optim,
@@ -162,28 +174,23 @@ def build_step(
     compute: Compute,
     *,
     steps: int,
-    tokens: float | None = None,
-    shapes: int = 1,
+    batches: Batches = _UNKNOWN,
     unused: bool = False,
     lr_scales: Mapping[str, float] | None = None,
     watches_inside: bool = False,
-    one_shape: bool = False,
 ) -> EagerStep:
     """Build the step that `choose_kind` chooses, and its optimizer, for a stage of `steps` steps.
 
     Args:
-        tokens: tokens, or EEG samples, that this process reads per step on average; None: unknown.
-        shapes: number of shapes of batches.
         unused: whether some trainable parameters get no gradient.
         lr_scales: factors of the learning rate by parameter name; the default factor is 1.
         watches_inside: whether the gradient-flow measurement reads activations.
-        one_shape: whether all micro-batches of all processes have the same shape.
     """
     world = compute.world
     sharded = world.size > 1 and train.parallel == "fsdp"
     shares_norms = any(isinstance(m, nn.SyncBatchNorm) for m in objective.modules())
-    sharing = Sharing(sharded, shares_norms, one_shape)
-    cost = compile_cost(objective.model, tokens, shapes)
+    sharing = Sharing(sharded, shares_norms, batches.one_shape)
+    cost = compile_cost(objective.model, batches.tokens, batches.shapes)
     choice = choose_kind(train.step, compute, steps, cost, watches_inside, sharing)
     if choice.compiles:
         keep_compiled_code()

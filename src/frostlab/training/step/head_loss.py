@@ -25,7 +25,7 @@ from frostlab.training.batches.batch import IGNORED
 # the whole gradient of the head.
 CPU_CHUNK = 64 * 2**20
 GPU_CHUNK = 1 / 64  # as a fraction of the device's memory
-KEPT = "kept"  # attribute of a head that holds a bf16 copy of its weight while a step uses it
+HEAD_COPY = "kept"  # attribute of a head that holds a bf16 copy of its weight while a step uses it
 _ALIGNED = 64  # on a GPU, the columns of logits are padded to a multiple of this, for fast products
 
 
@@ -186,8 +186,8 @@ class TiedGradient:
         The forward pass must run inside this context. Nothing changes if there is no such
         embedding, or if its gradient is not a plain sum.
         """
-        found = (m for m in model.modules() if type(m) is nn.Embedding and m.weight is weight)
-        embedding = next(found, None)
+        embeddings = (m for m in model.modules() if type(m) is nn.Embedding and m.weight is weight)
+        embedding = next(embeddings, None)
         if embedding is None or not _is_plain(embedding) or not torch.is_grad_enabled():
             yield
             return

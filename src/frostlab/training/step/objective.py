@@ -16,7 +16,7 @@ from frostlab.recipe.settings import Supervise
 from frostlab.training.batches.batch import IGNORED, Batch, collate
 from frostlab.training.batches.packing import pack
 from frostlab.training.batches.prefix import Prefix, prefix_depth
-from frostlab.training.step.head_loss import KEPT, TiedGradient, head_loss
+from frostlab.training.step.head_loss import HEAD_COPY, TiedGradient, head_loss
 
 _SUPPORTED = "language models: gpt, decoder, Hugging Face's BERT, GPT-2 and Llama, without hooks"
 
@@ -185,7 +185,7 @@ class Objective(nn.Module):
             vectors = self.head_inputs(stack, batch, after)
         total, _ = head_loss(
             vectors, head.weight, batch.targets, bias=head.bias, weights=weights,
-            copy=getattr(head, KEPT, None), tied=tied,
+            copy=getattr(head, HEAD_COPY, None), tied=tied,
         )  # fmt: skip
         return total
 

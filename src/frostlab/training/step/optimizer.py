@@ -21,7 +21,7 @@ from frostlab.recipe.settings import Optim, StepDecay
 from frostlab.roles.parts import Span
 from frostlab.surgery.split import SplitProjection
 from frostlab.training.distributed import place_like
-from frostlab.training.step.head_loss import KEPT
+from frostlab.training.step.head_loss import HEAD_COPY
 
 _BLOCK = 4096  # elements that one program of the kernel updates
 # Columns of the kernel's table: the addresses of weight, two moments, gradient and bf16 copy, then
@@ -500,12 +500,12 @@ class Bf16Copies:
         for module, fused in self._fused:
             module.kept = fused
         if self._head is not None:
-            setattr(self._head.module, KEPT, self._head.targets[0])
+            setattr(self._head.module, HEAD_COPY, self._head.targets[0])
         try:
             yield
         finally:
             if self._head is not None:
-                delattr(self._head.module, KEPT)
+                delattr(self._head.module, HEAD_COPY)
             for entry in self._entries:
                 if entry.leaf is not None:
                     entry.module._parameters[entry.name] = entry.parameter

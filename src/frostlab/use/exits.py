@@ -17,7 +17,8 @@ from frostlab.timing.flops import forward_flops
 from frostlab.training.batches.batch import row_lengths
 from frostlab.training.distributed import Compute
 from frostlab.training.evaluate import evaluate
-from frostlab.training.setup import best_model, check_same_data, choose_precision, modes_of
+from frostlab.training.restore import best_model, check_same_data
+from frostlab.training.setup import choose_precision, modes_of
 from frostlab.training.state import evaluation_batch
 from frostlab.training.step.objective import Objective, language_stack
 from frostlab.training.tasks import TASKS

@@ -20,10 +20,10 @@ from frostlab.records.schema import EvaluationEvent, StageEvent, StepEvent, Supe
 from frostlab.training import evaluate as exits
 from frostlab.training.distributed import Compute
 from frostlab.training.evaluate import TextTally, evaluate
-from frostlab.training.exits import measure_exits
 from frostlab.training.setup import build_model
 from frostlab.training.step.objective import Objective
 from frostlab.training.tasks import TASKS
+from frostlab.use.exits import measure_exits
 from packed import VOCABULARY, build, prepared
 from tiny import tiny
 
