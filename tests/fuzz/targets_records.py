@@ -46,6 +46,7 @@ from frostlab.records.checkpoint import (
     save_checkpoint,
     save_frozen,
 )
+from frostlab.pages.curves import read_curve
 from frostlab.records.folder import RunRecord
 from frostlab.records.index import INDEX, list_runs
 from frostlab.records.listing import runs_table
@@ -115,6 +116,8 @@ def _check_events(content: bytes, folder: Path) -> None:
     _everything(run)
     with contextlib.suppress(FrostlabError):
         _use(load_flow(run))
+    with contextlib.suppress(FrostlabError):
+        read_curve(run)
     RunRecord(run).events()
 
 
