@@ -37,6 +37,7 @@ from frostlab.flow.measurements import (
 )
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.pages.content import Records, Table
+from frostlab.pages.curves import read_curve
 from frostlab.pages.generated import generated_texts
 from frostlab.pages.tables import latex
 from frostlab.records.checkpoint import (
@@ -46,7 +47,6 @@ from frostlab.records.checkpoint import (
     save_checkpoint,
     save_frozen,
 )
-from frostlab.pages.curves import read_curve
 from frostlab.records.folder import RunRecord
 from frostlab.records.index import INDEX, list_runs
 from frostlab.records.listing import runs_table
