@@ -37,6 +37,7 @@ from frostlab.flow.measurements import (
 )
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.pages.content import Records, Table
+from frostlab.pages.curves import read_curve
 from frostlab.pages.generated import generated_texts
 from frostlab.pages.tables import latex
 from frostlab.records.checkpoint import (
@@ -115,6 +116,8 @@ def _check_events(content: bytes, folder: Path) -> None:
     _everything(run)
     with contextlib.suppress(FrostlabError):
         _use(load_flow(run))
+    with contextlib.suppress(FrostlabError):
+        read_curve(run)
     RunRecord(run).events()
 
 

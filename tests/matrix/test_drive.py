@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,17 @@ from typer.testing import CliRunner
 import frostlab as fl
 from frostlab.cli.main import app
 from frostlab.cli.matrix import _detach
-from frostlab.matrix.drive import Ends, add_to_live, check_notify, drive
+from frostlab.matrix.drive import (
+    Ends,
+    Prepared,
+    add_to_live,
+    check_notify,
+    drive,
+    prepare_matrix,
+)
 from frostlab.matrix.places import Opened, Places
 from frostlab.matrix.plan import matrix_plan, merged
+from frostlab.matrix.show import terminal_table
 from frostlab.matrix.status import read_status
 from frostlab.matrix.store import EVERYTHING, MatrixFolder, MatrixPlan, driving, holder_of
 from frostlab.matrix.task import Outcome, Task, run_task
@@ -179,9 +187,91 @@ def test_runs_that_a_command_leaves_out_are_not_trained(
     three, one, more = plan_of(tmp_path, 3), plan_of(tmp_path, 1), plan_of(tmp_path, 1, "more")
     folder.write_plan(merged(three, more)[0])  # as an earlier command, which was stopped, left it
     ends = drive(one, folder, CPU, say=said.append)
-    assert ends.counts == {"finished": 2, "waiting": 2}, "runs of another file are not left out"
+    assert ends.counts == {"finished": 2, "left out": 2}, "runs of another file are not left out"
+    status = read_status(folder.runs)
+    assert status.counts == {"finished": 2, "left out": 2}
+    assert "4 runs: 2 left out, 2 finished" in terminal_table(status).plain
     assert "2 runs of earlier commands are left out by this one" in said
     assert drive(three, folder, CPU).counts == {"finished": 4}
+
+
+def test_runs_that_were_left_out_can_be_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = nullcontext(Opened(Refusing(None), "here", 1))
+    monkeypatch.setattr("frostlab.matrix.drive.executor_in", lambda *_, **__: opened)
+    folder, said = MatrixFolder(tmp_path / "runs", "mine"), list[str]()
+    three, one = plan_of(tmp_path, 3), plan_of(tmp_path, 1)
+    folder.write_plan(three)
+
+    start = Refusing.start
+
+    def adding(self: Refusing, task: Task) -> None:
+        if task.path.name.endswith("-s0"):
+            assert [add_to_live(three, folder) for _ in range(2)] == [2, 2]
+        start(self, task)
+
+    monkeypatch.setattr(Refusing, "start", adding)
+    assert drive(one, folder, CPU, say=said.append).counts == {"finished": 3}
+    assert [line for line in said if line.startswith("added")] == ["added: 2 runs", "added: 0 runs"]
+    assert add_to_live(three, folder) == 0
+
+
+def test_a_stop_is_not_lost_while_the_driver_prepares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock is held, so that `frostlab stop` says that the matrix stops."""
+    opened = nullcontext(Opened(Refusing(None), "here", 1))
+    monkeypatch.setattr("frostlab.matrix.drive.executor_in", lambda *_, **__: opened)
+    folder = MatrixFolder(tmp_path / "runs", "mine")
+
+    def stopped(plan: MatrixPlan, folder: MatrixFolder) -> Prepared:
+        folder.request(stop=EVERYTHING)
+        return prepare_matrix(plan, folder)
+
+    monkeypatch.setattr("frostlab.matrix.drive.prepare_matrix", stopped)
+    ends = drive(plan_of(tmp_path, 1), folder, CPU)
+    assert (ends.counts, ends.stopped) == ({"waiting": 1}, True)
+
+
+def test_requests_to_add_outlive_a_crash_while_stops_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = MatrixFolder(tmp_path, "mine")
+    folder.request(add={"name": "a"})
+    folder.request(stop=EVERYTHING)
+    folder.request(add={"name": "b"})
+
+    def crash(self: MatrixFolder, **values: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MatrixFolder, "request", crash)
+    with suppress(KeyboardInterrupt):
+        folder.forget_stops()
+    assert list(folder.requests()) == [{"add": {"name": "a"}}, {"add": {"name": "b"}}]
+
+
+def test_runs_that_cannot_be_stored_are_not_added_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = nullcontext(Opened(Refusing(None), "here", 1))
+    monkeypatch.setattr("frostlab.matrix.drive.executor_in", lambda *_, **__: opened)
+    folder, said = MatrixFolder(tmp_path / "runs", "mine"), list[str]()
+    one, three, write = plan_of(tmp_path, 1), plan_of(tmp_path, 3), MatrixFolder.write_plan
+
+    def full(self: MatrixFolder, plan: MatrixPlan) -> None:
+        if len(plan.runs) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, plan)
+
+    def adding(line: str) -> None:
+        said.append(line)
+        if "on here" in line:
+            add_to_live(three, folder)
+
+    monkeypatch.setattr(MatrixFolder, "write_plan", full)
+    assert drive(one, folder, CPU, say=adding).counts == {"finished": 1}
+    assert "no runs were added: [Errno 28] No space left on device" in said
 
 
 def test_a_slow_notice_does_not_hold_up_the_queue(

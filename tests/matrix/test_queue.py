@@ -158,3 +158,17 @@ def test_a_folder_that_a_dying_process_holds_waits(tmp_path: Path) -> None:
 
     assert len(ends(Queue(executor, each_turn=turn), tmp_path, "ab")) == 2
     assert executor.started == ["b", "a"]
+
+
+def test_an_interruption_between_two_outcomes_kills_the_rest(tmp_path: Path) -> None:
+    executor = Pretended({"a": ["finished"], "b": ["finished"]})
+    queue = Queue(executor)
+
+    def interrupted() -> None:
+        with queue.session(tasks(tmp_path, "ab")) as outcomes:
+            for _ in outcomes:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert executor.closed == "killed"

@@ -123,6 +123,64 @@ def test_jobs_go_on_while_slurm_does_not_answer(pretended: Path, tmp_path: Path)
     assert (pretended / "cancelled").read_text() == "77\n"
 
 
+def test_a_refusal_between_two_jobs_is_not_the_end(pretended: Path, tmp_path: Path) -> None:
+    """No job lives when the only one that is left has ended and is to be submitted again."""
+    said: list[str] = []
+    jobs = SlurmJobs("time=1", None, tmp_path / "logs", said.append)
+    first, second = tasks(tmp_path, "a", "b")
+    (pretended / "jobs").write_text("77|PENDING|\n")
+    jobs.start(first)
+    jobs.wait(0)
+    write_outcome(tmp_path, "a", Outcome("crashed", "killed"))
+    assert [outcome.kind for _, outcome in jobs.wait(0)] == ["crashed"]
+    (pretended / "down").touch()
+    jobs.start(second)
+    assert jobs.wait(0) == []
+    assert jobs.running() == {second.path: "Slurm, pending"}
+    assert said[-1] == "--slurm: sbatch: error: busy; 1 run to submit later"
+
+
+def test_the_outcome_of_a_job_that_is_tried_again_is_read_once(
+    pretended: Path, tmp_path: Path
+) -> None:
+    """squeue still calls the first job running when its outcome arrives."""
+    (task,) = tasks(tmp_path, "a")
+    jobs = SlurmJobs("time=1", None, tmp_path / "logs")
+    (pretended / "jobs").write_text("77|RUNNING|node1\n")
+    jobs.start(task)
+    jobs.wait(0)
+    write_outcome(tmp_path, "a", Outcome("blocked", "No space left on device"))
+    assert [outcome.kind for _, outcome in jobs.wait(0)] == ["blocked"]
+    (pretended / "sbatch").write_text("#!/bin/sh\necho Submitted batch job 78\n")
+    (pretended / "jobs").write_text("77|RUNNING|node1\n78|PENDING|\n")
+    jobs.start(task)
+    assert jobs.wait(0) == []
+    assert jobs.running() == {task.path: "job 78, pending"}
+
+
+def test_a_run_is_not_submitted_twice_if_squeue_does_not_answer_at_first(
+    pretended: Path, tmp_path: Path
+) -> None:
+    (task,) = tasks(tmp_path, "a")
+    earlier = SlurmJobs("time=1", None, tmp_path / "logs")
+    (pretended / "jobs").write_text("77|RUNNING|node1\n")
+    earlier.start(task)
+    earlier.wait(0)
+    earlier.close("failed")
+    (pretended / "sbatch").write_text("#!/bin/sh\necho Submitted batch job 78\n")
+    (pretended / "squeue").rename(pretended / "answers")
+    (pretended / "squeue").write_text("#!/bin/sh\necho 'Socket timed out' >&2\nexit 1\n")
+    (pretended / "squeue").chmod(0o755)
+    jobs = SlurmJobs("time=1", None, tmp_path / "logs")
+    jobs.start(task)
+    assert jobs.wait(0) == []
+    assert jobs.running() == {task.path: "Slurm, pending"}
+    (pretended / "answers").rename(pretended / "squeue")
+    assert jobs.wait(0) == []
+    assert jobs.wait(0) == []
+    assert jobs.running() == {task.path: "job 77, node1"}
+
+
 def write_outcome(folder: Path, name: str, outcome: Outcome) -> None:
     (folder / "slurm" / f"{name}.outcome.json").write_text(json.dumps(asdict(outcome)))
 

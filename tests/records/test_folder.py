@@ -373,3 +373,9 @@ def test_a_notebook_shows_the_result_escaped(tmp_path: Path) -> None:
     assert "1,500 of 2,000" in shown
     (tmp_path / "run" / "result.json").unlink()
     assert "not finished" in RunRecord(tmp_path / "run")._repr_html_()
+
+
+def test_an_event_whose_kind_is_no_text_is_left_out_of_the_values(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"kind": ["step"], "step": 1}\n{"kind": {"a": 1}, "step": 2}\n')
+    assert list(effective_values(path, StepEvent)) == []

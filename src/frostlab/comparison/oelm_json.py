@@ -29,7 +29,7 @@ from frostlab.comparison.plan import Arm, Plan
 from frostlab.comparison.verdict import excluded_costs
 from frostlab.errors import BadInput
 from frostlab.recipe.treatment import (
-    Identity,
+    KnownChange,
     Orthogonalize,
     Randomize,
     RegisteredChange,
@@ -113,13 +113,13 @@ def _surgery(plan: Plan, arm: Arm) -> Treatment:
     return plan.recipe_of(arm, plan.seeds[0]).surgery
 
 
-def _changes(surgery: Treatment) -> dict[str, Orthogonalize | Randomize | Identity]:
+def _changes(surgery: Treatment) -> dict[str, KnownChange]:
     """Return role → how a treatment sets its values (the last of the changes, if several).
 
     The result is empty if a change is a registered function, which may change anything, or if it
     selects something other than roles, such as some layers only.
     """
-    changes: dict[str, Orthogonalize | Randomize | Identity] = {}
+    changes: dict[str, KnownChange] = {}
     for change in surgery.init:
         if isinstance(change, RegisteredChange):
             return {}

@@ -6,7 +6,7 @@ A task is one run of an arm, which is a variant of the recipe.
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,7 @@ class Runner:
             asked = stack.enter_context(interruptions()) if in_workers else _never
             # A run that was stopped stops the others too, which then write their checkpoints.
             queue = Queue(opened.executor, asked_to_stop=lambda: asked() or stopped, say=self.say)
-            outcomes = stack.enter_context(closing(queue.outcomes(left)))
+            outcomes = stack.enter_context(queue.session(left))
             for count, (task, outcome) in enumerate(outcomes, 1):
                 stopped |= outcome.kind == "stopped"
                 if stopped:

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from frostlab.matrix.plan import merged, tasks_of
 from frostlab.matrix.queue import Queue
 from frostlab.matrix.store import (
     EVERYTHING,
+    LEFT_OUT,
     SCHEMA,
     DriverState,
     MatrixFolder,
@@ -92,7 +93,7 @@ class Prepared:
 
     plan: MatrixPlan
     left: list[Task]  # not done yet
-    left_out: int  # number of runs that are not done either, and that the command leaves out
+    left_out: list[str]  # names of runs that are not done either, which the command leaves out
 
 
 def prepare_matrix(plan: MatrixPlan, folder: MatrixFolder) -> Prepared:
@@ -106,7 +107,7 @@ def prepare_matrix(plan: MatrixPlan, folder: MatrixFolder) -> Prepared:
     if folder.has_plan():
         plan, _ = merged(folder.plan(), plan)
     chosen = {run.name for run in plan.runs if run.name in wanted or run.phase not in phases}
-    left, left_out = [], 0
+    left, left_out = list[Task](), list[str]()
     for task in tasks_of(plan, folder.runs):
         if task.path.is_symlink():
             raise BadInput(f"{task.path} is a link; runs are written only inside their folder")
@@ -115,7 +116,7 @@ def prepare_matrix(plan: MatrixPlan, folder: MatrixFolder) -> Prepared:
             if task.path.name in chosen:
                 left.append(task)
             else:
-                left_out += 1
+                left_out.append(task.path.name)
     return Prepared(plan, left, left_out)
 
 
@@ -138,13 +139,13 @@ def drive(
     # An absolute path is needed where runs train on other machines.
     folder = MatrixFolder(folder.runs.resolve(), folder.name)
     with driving(folder):
+        folder.forget_stops()  # at once, because from now on a request to stop is for this driver
         prepared = prepare_matrix(plan, folder)
         plan = prepared.plan
         try:
             folder.write_plan(plan)
         except OSError as error:
             raise BadInput(f"{folder.path} cannot be written ({error.strerror})") from None
-        folder.forget_stops()
         data_dir = None if plan.data_dir is None else Path(plan.data_dir)
         opening = executor_in(places, data_dir, folder.logs, say=say, memory=memory)
         with interruptions() as asked, opening as opened:
@@ -191,15 +192,17 @@ class _Driver:
         runnable = sum(run.missing is None for run in self._plan.runs)
         for name, state in self._states.items():
             self._say(f"{name} cannot run ({state.error}); the others go on")
-        if done := runnable - len(left) - left_out:
+        self._states |= {name: RunState(LEFT_OUT, attempts=0) for name in left_out}
+        if done := runnable - len(left) - len(left_out):
             self._say(f"{done} of {runnable} runs are done already")
             self._say_diverged()
         if left_out:
-            self._say(f"{counted(left_out, 'runs')} of earlier commands are left out by this one")
+            runs = counted(len(left_out), "runs")
+            self._say(f"{runs} of earlier commands are left out by this one")
         self._say(f"{counted(len(left), 'runs')} on {self._opened.about}")
         stopped = True
         try:
-            with closing(self._queue.outcomes(left)) as outcomes:
+            with self._queue.session(left) as outcomes:
                 for count, (task, outcome) in enumerate(outcomes, 1):
                     self._ended(task, outcome, count)
             stopped = self._asked_to_stop()
@@ -275,19 +278,21 @@ class _Driver:
         elif "add" in request:
             try:
                 self._add(read(MatrixPlan, request["add"], "a request"))
-            except FrostlabError as error:
+            except (FrostlabError, OSError) as error:  # for instance because the disk is full
                 self._say(f"no runs were added: {error}")
 
     def _add(self, other: MatrixPlan) -> None:
-        """Add the runs of another plan to the queue, and store them."""
+        """Add the runs of another plan to the queue that are new or were left out; store them."""
         plan, added = merged(self._plan, other)
-        names = {run.name for run in added}
+        left_out = {run.name for run in other.runs if _is_left_out(self._states.get(run.name))}
+        names = {run.name for run in added} | left_out
         tasks = [task for task in tasks_of(plan, self._folder.runs) if task.path.name in names]
         left = [task for task in tasks if not is_done(task)]
         for task in left:
             check_begun(task)
         self._folder.write_plan(plan)
         self._plan, self._plan_time = plan, self._modified()
+        self._states = {name: known for name, known in self._states.items() if name not in left_out}
         self._states |= {
             run.name: RunState("missing", error=f"missing: {run.missing}")
             for run in added if run.missing is not None
@@ -388,6 +393,10 @@ class _Driver:
             self._say(f"--notify failed: {plain(str(error))}")
 
 
+def _is_left_out(known: RunState | None) -> bool:
+    return known is not None and known.state == LEFT_OUT
+
+
 def _status(path: Path) -> str:
     return finished_status(path) or "waiting"
 
@@ -399,7 +408,14 @@ def _summary(name: str, ends: Ends) -> str:
 
 
 def add_to_live(plan: MatrixPlan, folder: MatrixFolder) -> int:
-    """Ask the live driver of a matrix to add the runs of a plan; return how many are new."""
+    """Ask the live driver of a matrix to add the runs of a plan.
+
+    Returns:
+        the number of runs that will be added: those that are new, or that the driver leaves out.
+    """
     _, added = merged(folder.plan(), plan)
+    state = folder.state()
+    known = {} if state is None else state.runs
+    left_out = [run for run in plan.runs if _is_left_out(known.get(run.name))]
     folder.request(add=asdict(plan))
-    return len(added)
+    return len(added) + len(left_out)

@@ -7,7 +7,8 @@ and whether one that did not finish is tried again. Comparisons and matrices use
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -89,8 +90,10 @@ class Queue:
         stopping = False
         reason: Reason = "failed"
         try:
-            while self.waiting or self.executor.running():
-                self._each_turn()
+            while True:
+                self._each_turn()  # it may add tasks, even after the last end of one
+                if not (self.waiting or self.executor.running()):
+                    break
                 if self._asked_to_stop() and not stopping:
                     stopping = True
                     self.waiting.clear()
@@ -114,6 +117,20 @@ class Queue:
             raise
         finally:
             self.executor.close(reason)
+
+    @contextmanager
+    def session(self, tasks: Sequence[Task]) -> Iterator[Iterator[Ended]]:
+        """Yield `outcomes`, and close it afterwards; a KeyboardInterrupt kills the running tasks.
+
+        A signal may arrive while the caller works on an outcome, where `outcomes` would not see it.
+        """
+        outcomes = self.outcomes(tasks)
+        try:
+            yield outcomes
+        except KeyboardInterrupt as error:
+            outcomes.throw(error)
+        finally:
+            outcomes.close()
 
     def _start(self) -> None:
         """Start tasks while there is room; skip folders that a dying process still locks."""

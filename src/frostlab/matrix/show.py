@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from frostlab.matrix.status import ENDED, FAILED, MatrixStatus, RunStatus
+from frostlab.matrix.store import LEFT_OUT
 from frostlab.text import (
     NONE,
     Rows,
@@ -31,10 +32,10 @@ _UNTREATED = ("none", "baseline")  # names of the treatment that changes nothing
 HEAD = ("phase", "id", "data", "method", "total", "step", "gap to baseline", "status")
 _STYLES = {
     "running": "cyan", "pending": "dim", "finished": "green", "waiting": "dim", "stopped": "yellow",
-    **dict.fromkeys((*FAILED, "diverged"), "red"),
+    LEFT_OUT: "dim", **dict.fromkeys((*FAILED, "diverged"), "red"),
 }  # fmt: skip
 _ORDER = ("running", *FAILED, "diverged", "stopped", "interrupted", "pending", "waiting",
-          "finished")  # fmt: skip
+          LEFT_OUT, "finished")  # fmt: skip
 
 
 @dataclass(frozen=True)

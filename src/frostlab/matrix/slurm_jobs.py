@@ -25,6 +25,7 @@ from frostlab.matrix.queue import Ended, Reason
 from frostlab.matrix.task import Kind, Outcome, Task, run_task
 from frostlab.matrix.workers import output_to
 from frostlab.storage import read_json, write_whole
+from frostlab.text import counted
 from frostlab.training.progress import Display, Lines
 from frostlab.typed import read
 
@@ -224,7 +225,9 @@ class SlurmJobs:
         )  # fmt: skip
         self._jobs: dict[Path, str] = {}  # a run's folder → its job
         self._tasks: dict[Path, Task] = {}
-        self._new: list[Task] = []
+        self._undecided: list[Task] = []  # tasks that may have a job of an earlier call
+        self._new: list[Task] = []  # tasks without a job
+        self._accepted = False  # whether Slurm has accepted a job with these options
         self._states: dict[str, _Job] = {}
         self._looked = -_LOOK_SECONDS
         self._problem: str | None = None  # why squeue does not answer now
@@ -248,21 +251,34 @@ class SlurmJobs:
         """Keep a task for the next job array, unless an earlier job still trains the same run."""
         task = replace(task, path=task.path.resolve())
         self._tasks[task.path] = task
-        self._look()
-        earlier = self._known.get(task.path.name)
-        if earlier in self._states and self._states[earlier].state in _LIVE:
-            self._jobs[task.path] = earlier
-        else:
-            self._outcome(task).unlink(missing_ok=True)
-            self._new.append(task)
+        self._undecided.append(task)
+
+    def _find_earlier(self) -> None:
+        """Find out which tasks have an earlier job; keep the others for the next job array.
+
+        While Slurm does not answer, an earlier job may be alive, and there must be no second one.
+        """
+        if self._undecided:
+            self._look()
+        waiting, self._undecided = self._undecided, []
+        for task in waiting:
+            earlier = self._known.get(task.path.name)
+            if earlier is not None and self._problem is not None:
+                self._undecided.append(task)
+            elif earlier in self._states and self._states[earlier].state in _LIVE:
+                self._jobs[task.path], self._accepted = earlier, True
+            else:
+                self._outcome(task).unlink(missing_ok=True)
+                self._new.append(task)
 
     def _submit(self) -> None:
-        """Submit the tasks that wait, as one job array.
+        """Submit the tasks that wait and have no job yet, as one job array.
 
-        If Slurm refuses them while there is no job yet, the options are wrong: BadInput is raised.
-        A later refusal, for example by a busy server, must not end the driver while jobs run, so it
-        is only shown, and the tasks are submitted again after `_RETRY_SECONDS`.
+        If Slurm refuses the first of all jobs, the options are wrong: BadInput is raised. A later
+        refusal, for example by a busy server, must not end the driver, so it is only shown, and the
+        tasks are submitted again after `_RETRY_SECONDS`.
         """
+        self._find_earlier()
         if not self._new or time.monotonic() < self._next_try:
             return
         functions = [
@@ -273,17 +289,17 @@ class SlurmJobs:
             with self._executor.batch():
                 jobs = [self._executor.submit(function) for function in functions]
         except Exception as error:  # submitit passes on what sbatch has written
-            if not self._jobs:
+            if not self._accepted:
                 raise BadInput(f"--slurm: {first_line(error)}") from None
             self._next_try = time.monotonic() + _RETRY_SECONDS
             if self._refusal != (refusal := first_line(error)):
-                self._say(f"--slurm: {refusal}; {len(self._new)} runs are submitted later")
+                self._say(f"--slurm: {refusal}; {counted(len(self._new), 'runs')} to submit later")
             self._refusal = refusal
             return
         for task, job in zip(self._new, jobs, strict=True):
             self._jobs[task.path] = self._known[task.path.name] = job.job_id
         self._new.clear()
-        self._refusal = None
+        self._refusal, self._accepted = None, True
         self._looked = -_LOOK_SECONDS
         write_whole(self._numbers, json.dumps(self._known, indent=1) + "\n")
 
@@ -328,15 +344,18 @@ class SlurmJobs:
             if outcome is not None:
                 del self._tasks[path]
                 self._jobs.pop(path, None)
+                self._known.pop(path.name, None)  # the job may live on for a moment
                 ended.append((task, outcome))
         return ended
 
     def _ended(self, task: Task) -> Outcome | None:
         """Return how a task's job ended; None if it has not ended."""
         path, number = self._outcome(task), self._jobs.get(task.path)
+        if number is None:  # not submitted, so that an outcome would be an earlier job's
+            return None
         if path.exists():
             return read(Outcome, read_json(path), path)
-        if number is None or self._problem is not None:  # not submitted, or its state is not known
+        if self._problem is not None:  # the job's state is not known
             return None
         job = self._states.get(number)
         state = "UNKNOWN" if job is None else job.state
@@ -371,6 +390,9 @@ class SlurmJobs:
         self._submit()
         self._looked = -_LOOK_SECONDS
         self._look()
+        for task in self._undecided:
+            self._jobs[task.path] = self._known[task.path.name]
+        self._undecided.clear()
         for path in paths:
             number = self._jobs.get(path.resolve())
             if number is None:

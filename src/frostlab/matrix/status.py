@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from frostlab.errors import BadInput
-from frostlab.matrix.store import DriverState, MatrixFolder, PlannedRun, RunState, find_matrix
+from frostlab.matrix.store import (
+    LEFT_OUT,
+    DriverState,
+    MatrixFolder,
+    PlannedRun,
+    RunState,
+    find_matrix,
+)
 from frostlab.records.index import EVENTS, Summary, list_runs
 from frostlab.storage import open_regular
 from frostlab.text import joined
@@ -35,7 +42,8 @@ class RunStatus:
     data: str
     method: str
     seed: int | None
-    state: str  # waiting, pending, running, stopped, interrupted, or one of `ENDED` or `FAILED`
+    # waiting, pending, running, stopped, interrupted, left out, or one of `ENDED` or `FAILED`
+    state: str
     baseline: str | None = None  # name of the run that it is compared with
     optional: bool = False
     place: str | None = None  # device, node or job
@@ -156,6 +164,8 @@ def _with_driver(row: RunStatus, known: RunState | None, state: DriverState | No
         # The driver tries runs again that were stopped or failed in an earlier call.
         again = live and row.state in ("stopped", "failed")
         return replace(row, state="waiting", error=None) if again else row
+    if known.state == LEFT_OUT and row.state != "waiting":
+        return row  # as an earlier call left it
     return replace(row, state=known.state, place=known.place, error=known.error)
 
 

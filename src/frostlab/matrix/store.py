@@ -25,6 +25,7 @@ from frostlab.typed import check_schema, read
 SCHEMA = 1  # version of matrix.json and state.json
 MATRICES = "matrices"
 EVERYTHING = "*"  # in a request to stop, stands for the whole matrix
+LEFT_OUT = "left out"  # state of a run that the driver's command does not train
 _PLAN, _STATE, _REQUESTS, _LOGS, _LOCK, _HOLDER = (
     "matrix.json", "state.json", "requests", "logs", "driver.lock", "driver.json",
 )  # fmt: skip
@@ -73,7 +74,7 @@ class MatrixPlan:
 class RunState:
     """What the driver knows about a run that its record does not say."""
 
-    state: str  # running, pending, failed, stopped, crashed, refused or missing
+    state: str  # running, pending, failed, stopped, crashed, refused, missing or left out
     place: str | None = None  # device, node or job
     began: float | None = None  # s since 1970
     attempts: int = 1  # how often the driver began it
@@ -169,20 +170,30 @@ class MatrixFolder:
 
         A request is removed before it is answered, because the answer may be to end at once.
         """
-        for path in sorted((self.path / _REQUESTS).glob("[0-9]*.json")):
-            values: Any = None
-            with suppress(OSError, BadInput):
-                values = read_json(path)
+        for path in self._request_paths():
+            values = _request_in(path)
             with suppress(OSError):
                 path.unlink(missing_ok=True)
-            if isinstance(values, dict):
+            if values is not None:
                 yield values
 
     def forget_stops(self) -> None:
         """Remove requests to stop that were meant for an earlier driver, which has ended."""
-        for values in list(self.requests()):
-            if "stop" not in values:
-                self.request(**values)
+        for path in self._request_paths():
+            if "stop" in (_request_in(path) or {}):
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+
+    def _request_paths(self) -> list[Path]:
+        return sorted((self.path / _REQUESTS).glob("[0-9]*.json"))
+
+
+def _request_in(path: Path) -> dict[str, Any] | None:
+    """Return the content of a request; None if it cannot be read."""
+    with suppress(OSError, BadInput):
+        values = read_json(path)
+        return values if isinstance(values, dict) else None
+    return None
 
 
 def _ended(runs: dict[str, RunState]) -> dict[str, RunState]:

@@ -84,7 +84,7 @@ def _read(path: Path, span: int) -> Curve:
                 evaluation = Evaluation(values["step"], values["epoch"], values["total_seconds"],
                                         _finite(values["metrics"]))  # fmt: skip
                 evaluations[evaluation.step] = evaluation
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             raise BadInput(f"{path} line {number} is not a valid event") from None
     in_order = tuple(evaluations[step] for step in sorted(evaluations))
     return Curve(in_order, losses.means(), times.means())

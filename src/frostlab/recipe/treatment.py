@@ -115,18 +115,18 @@ def _all_but(learns: str) -> tuple[str, ...]:
     return ("all", "embedding", f"!{learns}", "!head")
 
 
+KnownChange = Orthogonalize | Randomize | Identity
+
+
 class Treatment(Strict):
     """Weights to change (`init`) and then weights to freeze; or PEFT adapters instead.
 
     With adapters, `freeze` is optional; if given, it has `all`, and exceptions for what learns.
     """
 
-    init: tuple[
-        Annotated[
-            Orthogonalize | Randomize | Identity | RegisteredChange, Field(discriminator="method")
-        ],
-        ...,
-    ] = Field(default=(), max_length=MOST_LISTED)
+    init: tuple[Annotated[KnownChange | RegisteredChange, Field(discriminator="method")], ...] = (
+        Field(default=(), max_length=MOST_LISTED)
+    )
     freeze: tuple[str, ...] = Field(default=(), max_length=MOST_LISTED)
     peft: Annotated[LowRank | Scales, Field(discriminator="method")] | None = None
 

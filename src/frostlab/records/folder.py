@@ -322,7 +322,7 @@ def _steps(path: Path, kinds: tuple[type[Event], ...]) -> Iterator[tuple[int, di
     """Yield the line number and values of events of some kinds; check only the value of `step`."""
     names = {name for name, kind in EVENTS.items() if issubclass(kind, kinds)}
     for line, values in read_objects(path, _other_kinds(kinds)):
-        if values is not None and values.get("kind") in names:
+        if values is not None and isinstance(values.get("kind"), str) and values["kind"] in names:
             if type(step := values.get("step")) is not int:
                 where = f"{path} line {line}"
                 raise BadInput(f"{where}: step should be a whole number, but is {step!r:.60}")

@@ -216,6 +216,8 @@ def _generators(model: nn.Module) -> Iterator[Any]:
     seen: set[int] = set()
     for space in spaces:
         for value in list(space.values()):
+            if isinstance(value, random.SystemRandom):  # has no state
+                continue
             if isinstance(value, kinds) and id(value) not in seen:
                 seen.add(id(value))
                 yield value

@@ -272,6 +272,7 @@ def test_a_model_that_no_copy_can_stand_for_is_refused() -> None:
 
 
 FROM_FILE = np.random.default_rng(0)
+WITHOUT_STATE = random.SystemRandom()  # draws from the system, so that there is nothing to restore
 
 
 class Drawing(Small):
@@ -285,6 +286,7 @@ class Drawing(Small):
         torch.rand(1, generator=Drawing.generator)
         self.older.rand()
         FROM_FILE.random()
+        WITHOUT_STATE.random()
         return super().forward(ids)
 
 
