@@ -77,7 +77,7 @@ class Activity:
         return handles
 
     def listening(self) -> AbstractContextManager[Any]:
-        """Return a context for a forward pass that measures attention if a measurement is due.
+        """Return a context that measures attention in a forward pass, if a measurement is due.
 
         Use it where the model is not called as `model(…)`: the model's hooks do not run then.
         """

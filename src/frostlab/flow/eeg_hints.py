@@ -34,7 +34,7 @@ class NormCheck:
     median: float
     low: float  # 5 % quantile
     high: float  # 95 % quantile
-    within: float  # share of the steps whose norm is between 1 and 10
+    within: float  # fraction of these steps whose norm is between 1 and 10
 
     @property
     def steady(self) -> bool:
@@ -92,7 +92,7 @@ class EEGHints:
 
 
 def eeg_hints(diagnosis: Diagnosis) -> EEGHints | None:
-    """Apply the source's rules of thumb to an EEG run; None for other runs."""
+    """Apply the source's rules of thumb to an EEG run with a Conformer; None for other runs."""
     record = RunRecord(diagnosis.folder)
     try:
         recipe = record.recipe

@@ -128,9 +128,9 @@ class RecentReports:
         The result is NaN if the learning rate is 0. If decoupled decay alone can explain the
         update, the ratio is limited to the largest update that the gradient can cause. If decay is
         added to the gradient (L2), the ratio is multiplied by the gradient's share of the sum,
-        |gradient| / (|gradient| + |decay|), where |decay| is the weight decay × |weight|. A
-        normalising optimizer makes a step of about the same size with a smaller share, so its
-        ratio is multiplied only if the share is at most `Rules.drowned`.
+        |gradient| / (|gradient| + |decay|), where |decay| is the weight decay × |weight|. The step
+        of a normalising optimizer has about the same size whatever the gradient is, so under such
+        an optimizer the ratio is multiplied only if the share is at most `Rules.drowned`.
         """
         facts, ratio = self.flow.parts[part], report.ratio(part)
         if report.of("weight", part) == report.of("update", part) == 0.0:
@@ -361,10 +361,10 @@ def _slow(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
 
 
 def _scaled(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
-    """Judge a part whose layer has gradients scaled by a constant, though its updates are not.
+    """Judge a part in whose layer the gradients are scaled by a constant, but its updates are not.
 
     The gradients of the layer are steadily larger, or steadily smaller, than those of both
-    neighbouring layers.
+    neighbouring layers, but the part's updates are like those of the same role in other layers.
     """
     rules = recent.rules
     if recent.flow.optimizer not in rules.normalising or len(recent.reports) < rules.steady_reports:

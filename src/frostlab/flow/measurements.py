@@ -338,8 +338,8 @@ class _StoredReport:
     largest: dict[str, float | None]  # front, back and output → mean of the tensors' max |gradient|
     ranges: dict[str, float | None]  # tensor of the front → max - min of its weights
     broken: list[int]  # indices of parts with NaN or infinity
-    dead: dict[str, float | None]  # module → share of dead units
-    saturated: dict[str, float | None]  # module → share of saturated units
+    dead: dict[str, float | None]  # module → fraction of dead units
+    saturated: dict[str, float | None]  # module → fraction of saturated activations
     entropy: dict[str, list[float | None]]  # attention call → entropy by head
 
 

@@ -114,7 +114,7 @@ class Checkpoint:
     def damaged_file(self, *names: str) -> Path | None:
         """Return the first of these files that is missing or changed; verify each file once.
 
-        The frozen weights that the checkpoint names are verified with the model's.
+        Together with the model's file, the frozen weights that the checkpoint names are verified.
         """
         unverified = [name for name in names if name not in self.verified]
         damaged = damaged_file(self.folder, unverified)

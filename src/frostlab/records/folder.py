@@ -250,7 +250,7 @@ def read_events(
 
 @cache
 def _other_kinds(kinds: tuple[type[Event], ...]) -> tuple[bytes, ...]:
-    """Return how lines of all other kinds begin; empty `kinds` stands for all, so none is other."""
+    """Return how lines of other kinds begin; an empty `kinds` means all, so there are no others."""
     others = [name for name, kind in EVENTS.items() if kinds and not issubclass(kind, kinds)]
     return tuple(f'{{"kind": "{name}"'.encode() for name in others)
 
@@ -302,8 +302,8 @@ class LatestEvents:
 def effective_values(path: Path, *kinds: type[Event]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the line number and values of events of some kinds that no resumed run repeated.
 
-    This is for pages with a million events: only the value of `step` is checked, because checking
-    all would take longer than all the rest; and only a few lines are in memory at once.
+    This is for pages with a million events: only the value of `step` is checked, because a check of
+    every value would take longer than reading the file; and only a few lines are in memory at once.
     """
     # the last resume first: line number, and the least step of this and all later resumes
     resumes: list[tuple[int, int]] = []

@@ -72,7 +72,7 @@ class Summary:
     tags: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # by users, oldest first; or why annotations.json cannot be read
     # the recipe by dotted key, without `seed` and `about`; runs may share the object. This field
-    # must be the last one, because the index stores it apart from the others.
+    # must be the last one, because the index stores it separately from the others.
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -349,7 +349,7 @@ def _stored_summary(folder: Path, signature: list[int], entry: object) -> Summar
             with contextlib.suppress(BadInput):
                 run = read(Summary, {**facts, "name": folder.name, "folder": folder}, INDEX)
                 if isinstance(settings, dict):
-                    object.__setattr__(run, "settings", settings)  # faster than a copy of it all
+                    object.__setattr__(run, "settings", settings)  # `replace` would copy the run
                     return run
     return None
 

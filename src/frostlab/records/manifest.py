@@ -28,7 +28,7 @@ _ADDED = (
     "exits.json", "targets.json", "flow", "envelopes",
     "report.html", "report.md", "report.json", "means.json", "figures", "tables", QUEUE,
 )  # fmt: skip
-_RECORDS = ("events.jsonl", "plan.json")  # one of them is in each run or comparison
+_RECORDS = ("events.jsonl", "plan.json")  # a run has the first file, a comparison the second
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,8 @@ class Clocks:
     """The time that a run spent on each activity."""
 
     total_seconds: float  # s of training, evaluations and checkpoints, without set-up and report
-    train_seconds: float  # s of the total less validation, checkpoints, histograms and data waits
+    # s of the total less validation, checkpoints, TensorBoard's histograms and waits for data
+    train_seconds: float
     validation_seconds: float  # s of evaluations that select the best weights
     evaluation_seconds: list[float]  # s of each of these evaluations
     data_seconds: float  # s of preparing batches on the host and building the prefix cache
@@ -112,7 +113,7 @@ class Clocks:
     tokens: int  # real tokens (EEG: samples) that were trained on
     tokens_per_second: float | None  # `tokens` per second of `train_seconds`
     examples_per_second: float | None  # examples per second of `train_seconds`
-    padding_share: float | None  # padding as a share of the model's input, 0 to 1
+    padding_share: float | None  # fraction of the model's input that is padding
     packing_efficiency: float | None  # 1 - padding_share; null if nothing was packed
     wall: WallClock  # how the run's last process spent its time
 
@@ -300,7 +301,7 @@ class Samples:
     samples: list[GeneratedText]  # one per prompt
     max_tokens: int  # the most tokens of a sample
     temperature: float  # of the softmax over the next token
-    top_p: float  # share of the probability from which the next token is drawn
+    top_p: float  # total probability of the likeliest tokens, from which the next one is drawn
     seed: int  # of the random numbers
     caution: str | None = None  # a warning about the samples
 
@@ -324,7 +325,7 @@ class _Conditions:
 
     device: str  # torch's name of the device, such as cuda:0
     precision: str  # float32 or bfloat16
-    processes: int  # number of processes that share a batch
+    processes: int  # number of processes among which a batch is divided
     threads: int  # number of CPU threads of torch
     runs_at_once: int  # most runs that could share the device
 
@@ -518,8 +519,8 @@ class FlowEvent(Event):
     """One measured step.
 
     Norms, distances and cosines have one number per trainable part, in the order of `parts` in the
-    latest flow_parts event. Front is the first two layers, back the last two, output the head. The
-    entropy of a head is a share of the entropy of uniform attention.
+    latest flow_parts event. Front is the first two layers, back the last two, output the head. A
+    head's entropy is divided by the entropy of uniform attention, and averaged over the queries.
     """
 
     kind = "flow"
@@ -536,9 +537,10 @@ class FlowEvent(Event):
     gradient_cosine: list[float | None] | None = None  # cosine with the previous event's gradient
     unreached: list[str] = field(default_factory=list)  # trainable tensors without a gradient
     broken: list[int] = field(default_factory=list)  # indices of parts with NaN or infinity
-    dead: dict[str, float | None] = field(default_factory=dict)  # module → share of dead units
-    saturated: dict[str, float | None] = field(default_factory=dict)  # module → saturated share
-    entropy: dict[str, list[float | None]] = field(default_factory=dict)  # module → entropy by head
+    dead: dict[str, float | None] = field(default_factory=dict)  # module → fraction of dead units
+    # module → fraction of saturated activations
+    saturated: dict[str, float | None] = field(default_factory=dict)
+    entropy: dict[str, list[float | None]] = field(default_factory=dict)  # attention call → by head
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ class Telemetry:
             "load_1min": lambda: os.getloadavg()[0],
             "process_rss_bytes": lambda: float(self._process.memory_info().rss),
         }
-        self._percentages: dict[str, Callable[[], float]] = {  # over the time since the last one
+        self._percentages: dict[str, Callable[[], float]] = {  # since the previous reading
             "process_cpu_percent": lambda: float(self._process.cpu_percent(None)),
             "system_cpu_percent": lambda: float(psutil.cpu_percent(None)),
         }
