@@ -1,6 +1,7 @@
 """`frostlab inspect`: models by name, folder and recipe, and bad input."""
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -260,3 +261,46 @@ def test_a_model_of_a_file_that_cannot_be_read(
     assert result.returncode == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+BESIDE = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Sizes:
+    width: int = 16
+"""
+
+
+@pytest.mark.parametrize("name", ["build", "model", "late"])
+def test_a_file_is_run_as_python_runs_it(
+    name: str, tmp_path: Path, in_this_process: Command
+) -> None:
+    """It can import the files beside it, and declare dataclasses whose annotations are text."""
+    (tmp_path / "beside_it.py").write_text(ATTENTION)
+    (tmp_path / "written.py").write_text(
+        f"{BESIDE}\nfrom beside_it import Own\nmodel = Own()\n"
+        "def build(): return Own()\n"
+        "def late():\n    import beside_it\n    return beside_it.Own()\n"
+    )
+    result = in_this_process("inspect", f"{tmp_path}/written.py:{name}")
+    assert result.returncode == 0, result.stderr
+    assert "query.weight" in result.stdout
+    assert str(tmp_path) not in sys.path
+
+
+def test_a_file_that_ends_the_program(tmp_path: Path, in_this_process: Command) -> None:
+    (tmp_path / "script.py").write_text("raise SystemExit('usage: script.py DATA')")
+    result = in_this_process("inspect", f"{tmp_path}/script.py:build")
+    assert result.returncode == 2
+    assert result.stderr == f"frostlab: {tmp_path}/script.py: SystemExit: usage: script.py DATA\n"
+
+
+def test_a_module_and_function_are_no_misspelt_architecture(
+    tmp_path: Path, in_this_process: Command
+) -> None:
+    (tmp_path / "own.py").write_text(ATTENTION)
+    result = in_this_process("inspect", f"{tmp_path}/own:whole")
+    assert result.returncode == 2
+    assert result.stderr.endswith(f"; did you mean `{tmp_path}/own.py:whole`?\n")

@@ -5,6 +5,7 @@ model's anatomy is the list of its parts.
 """
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -114,6 +115,9 @@ def _model_anatomy(name: str, recipes: list[str]) -> tuple["Anatomy", str]:
         model, source = blueprint(name)
     except BadInput as error:
         hint = "" if "/" in name else nearest(name, recipes, 0.8)
+        path, _, function = name.rpartition(":")
+        if Path(f"{path}.py").is_file():
+            hint = f"; did you mean `{path}.py:{function}`?"
         problem = str(error).partition("; did you mean")[0] if hint else str(error)
         raise BadInput(f"{problem}{hint}") from None
     return anatomy(model), source
@@ -121,7 +125,7 @@ def _model_anatomy(name: str, recipes: list[str]) -> tuple["Anatomy", str]:
 
 def _written_anatomy(name: str) -> tuple["Anatomy", str]:
     """Return the parts of the model that a function in a Python file returns."""
-    from frostlab.models.build import written_model
+    from frostlab.models.written import written_model
     from frostlab.roles.read import anatomy
 
     model, batch = written_model(name)

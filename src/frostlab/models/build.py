@@ -4,7 +4,6 @@ The weights of a recipe's model are drawn from the recipe's seed or read from a 
 checkpoint. A blueprint is a model on the meta device, without values for its weights.
 """
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -321,35 +320,6 @@ def blueprint(name: str) -> tuple[nn.Module, str]:
         raise BadInput(
             f"{name}: no model can be built from its config ({first_line(error):.300})"
         ) from None
-
-
-def written_model(place: str) -> tuple[nn.Module, Any]:
-    """Run a user's function, given as FILE.py:FUNCTION; return its model, and its batch or None."""
-    path, _, function = place.rpartition(":") if ".py:" in place else (place, "", "")
-    if not Path(path).is_file():
-        raise BadInput(f"{path} is not a file")
-    if not function:
-        raise BadInput(f"which function builds the model? For example {path}:build")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # the user's code can fail in many ways
-        raise BadInput(f"{path}: {type(error).__name__}: {first_line(error)}") from None
-    build = getattr(module, function, None)
-    if not callable(build):
-        names = [name for name, value in vars(module).items() if callable(value)]
-        raise BadInput(f"{path} has no function {function!r}{nearest(function, names)}")
-    try:
-        built = build()
-    except Exception as error:
-        raise BadInput(f"{place}: {type(error).__name__}: {first_line(error)}") from None
-    model, batch = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
-    if not isinstance(model, nn.Module):
-        raise BadInput(f"{place} returned {type(model).__name__}, not a model (nn.Module)")
-    return model, batch
 
 
 def recipe_blueprint(recipe: Recipe) -> tuple[nn.Module, str]:

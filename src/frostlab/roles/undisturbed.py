@@ -3,7 +3,7 @@
 `shared_copy` copies the modules and shares the parameters. Functions that a module holds, such as a
 `forward` that the user has replaced, may refer to the model in their closures, defaults or globals;
 in the copy they refer to the copy. `undisturbed` restores the generators afterwards, and raises an
-error if the model itself runs all the same.
+error if the model itself runs all the same. `seeded` makes passes draw the same random numbers.
 """
 
 import copy
@@ -177,6 +177,21 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", ".*when there are global hooks on modules")
         stack.callback(register_module_forward_pre_hook(refuse).remove)
+        yield
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Seed the generators of torch, Python and numpy, and restore them afterwards."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    numpy: Any = sys.modules.get("numpy.random")
+    generators = [random] if numpy is None else [random, numpy]
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices))
+        torch.default_generator.manual_seed(0)
+        for generator in generators:
+            stack.callback(_restore(generator))
+            generator.seed(0)
         yield
 
 

@@ -122,6 +122,17 @@ class Vectors(nn.Module):
         return self.first(x)
 
 
+class Around(nn.Module):
+    """Passes whatever it gets to the model that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss, self.inner = nn.CrossEntropyLoss(), Words()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -137,6 +148,7 @@ class Two(nn.Module):
     [
         (Words, (2, 6)),
         (lambda: Words(exact=True), (2, 12)),
+        (Around, (2, 6)),
         (Picture, (2, 1, 28, 28)),
         (Vectors, (2, 6, 5)),
         (Two, (2, 6)),

@@ -356,3 +356,26 @@ def test_queries_that_are_added_to_the_result() -> None:
     said = roles(Induced(), torch.randn(2, 9, 5))
     for part in ("first", "second"):
         assert [said[f"{part}.mix.{name}"] for name in "qkv"] == ["query", "key", "value"]
+
+
+class ByExperts(Mix):
+    """An attention whose output is computed by an expert for each token; one gets no tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.router = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed, weights = self.mixed(x), self.router(x).softmax(-1)
+        chosen, result = weights.argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.o):
+            at = torch.where(chosen == number)
+            result[at] = expert(mixed[at]) * weights[(*at, torch.tensor(min(number, 1)))][:, None]
+        return result
+
+
+def test_an_output_expert_that_gets_no_tokens() -> None:
+    said = roles(Model(lambda: Block(ByExperts())))
+    assert {said[f"blocks.{i}.mix.o.{e}"] for i in range(2) for e in range(3)} == {"output"}
+    assert said["blocks.0.mix.q"] == "query"

@@ -315,6 +315,33 @@ def test_generators_that_the_forward_pass_draws_from_stay_as_they_are() -> None:
     assert not [a for a, b in zip(first, states(), strict=True) if a == b]
 
 
+class Dropping(Small):
+    """Leaves out layers by chance, as in stochastic depth."""
+
+    def __init__(self, draw: Callable[[], float], rate: float) -> None:
+        super().__init__()
+        self.draw, self.rate = draw, rate
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.words(ids)
+        for block in self.blocks:
+            if self.draw() < self.rate:
+                x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("draw", "rate"),
+    [(random.random, 0.8), (lambda: float(np.random.rand()), 0.6)],
+    ids=["python", "numpy"],
+)
+def test_layers_that_are_left_out_by_chance(draw: Callable[[], float], rate: float) -> None:
+    random.seed(1)
+    np.random.seed(5)
+    found = {part.name: part.role for part in fl.anatomy(Dropping(draw, rate)).parts}
+    assert found == {part.name: part.role for part in fl.anatomy(Small()).parts}
+
+
 def test_a_compiled_submodule_is_read_without_compiling_it() -> None:
     model: Any = Small()
     plain = fl.anatomy(model).parts

@@ -388,13 +388,15 @@ class Facts:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside a compiled, data-parallel or PEFT wrapper."""
+    """Return the model inside a wrapper: compiled, data-parallel, PEFT's or one of the user's."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module) and set(parameters_of(model.forward)) == set():
             inner = model._modules.get("module")
             base: Any = getattr(model, "get_base_model", lambda: None)
             inner = base() if inner is None else inner
+            parts = [part for part in model.children() if next(part.parameters(), None) is not None]
+            inner = parts[0] if inner is None and len(parts) == 1 else inner
         if not isinstance(inner, nn.Module):
             return model
         model = inner

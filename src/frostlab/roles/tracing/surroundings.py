@@ -227,6 +227,8 @@ class Around(Networks):
         if query is None or edge is None:
             return False
         shape = shape_at(edge)
+        if 0 in shape:  # an expert that gets no tokens
+            return False
         if math.prod(shape) >= math.prod(shape_at(GradientEdge(attention.result, 0))):
             return False
         features = 1 if contraction.kind == "convolution" else len(shape) - 1

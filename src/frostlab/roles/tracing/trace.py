@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from frostlab.roles.tracing.facts import Call
 from frostlab.roles.tracing.norms import ADDS, FUSED_NORMS, Norms, Step, fixed_norm
-from frostlab.roles.undisturbed import shared_copy
+from frostlab.roles.undisturbed import seeded, shared_copy
 
 _NOISY_SIZE = 1 << 16  # parameters up to this size get noise, so that none is all zeros or ones
 _NOISE = 0.05  # standard deviation of the noise
@@ -370,10 +370,7 @@ def traced(
     watch.trace.inputs = floats
     named = {name: value for name, value in kwargs.items() if "pos" not in name}
     watch.ids = {_storage(t) for t in tensors_in((args, named)) if not t.is_floating_point()}
-    devices = [] if not torch.cuda.is_initialized() else list(range(torch.cuda.device_count()))
-    with torch.random.fork_rng(devices), torch.enable_grad(), _paths(model, watch):
-        torch.default_generator.manual_seed(0)
-        with watch:
-            outputs = model(*args, **kwargs)
+    with seeded(), torch.enable_grad(), _paths(model, watch), watch:
+        outputs = model(*args, **kwargs)
     watch.trace.outputs = [t for t in _outputs(outputs) if t.grad_fn is not None]
     return watch.trace
