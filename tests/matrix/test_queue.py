@@ -172,3 +172,20 @@ def test_an_interruption_between_two_outcomes_kills_the_rest(tmp_path: Path) -> 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert executor.closed == "killed"
+
+
+def test_tasks_that_are_added_after_a_stop_do_not_hold_up_the_end(tmp_path: Path) -> None:
+    executor = Pretended({"a": ["stopped"]})
+    turns = 0
+
+    def add() -> None:
+        nonlocal turns
+        turns += 1
+        if turns == 3:
+            queue.add(tasks(tmp_path, "b"))
+        assert turns < 10, "it does not end"
+
+    queue = Queue(executor, asked_to_stop=lambda: turns >= 2, each_turn=add)
+    executor.wait = lambda seconds: [] if turns < 3 else Pretended.wait(executor, seconds)  # type: ignore[method-assign]
+    assert ends(queue, tmp_path, "a") == {"a": "stopped"}
+    assert executor.started == ["a"]

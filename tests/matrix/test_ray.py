@@ -19,9 +19,18 @@ import yaml
 
 import frostlab as fl
 from compared import compared_in
+from frostlab.launcher import AT_ONCE
 from frostlab.matrix.places import Places
-from frostlab.matrix.ray_tasks import RayTasks, Receiver, Sender, all_pieces, check_address
-from frostlab.matrix.task import Task
+from frostlab.matrix.ray_tasks import (
+    RayTasks,
+    Receiver,
+    Sender,
+    _Store,
+    _train,
+    all_pieces,
+    check_address,
+)
+from frostlab.matrix.task import Outcome, Task
 from frostlab.recipe.load import recipe_from
 from frostlab.records.folder import RunRecord
 from tiny import tiny
@@ -83,6 +92,42 @@ def test_a_mirrored_folder_is_the_same_after_every_change(
     assert contents(tmp_path / "again") == contents(there)
     with pytest.raises(fl.BadInput, match="is not inside"):
         receiver.apply(type(all_pieces(there)[0])("../x", b""))
+
+
+def test_what_could_not_be_sent_is_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver's disk is full for a moment, while a run trains."""
+    context = SimpleNamespace(get_node_id=lambda: "node")
+    ray = SimpleNamespace(get=lambda answer: answer, get_runtime_context=lambda: context)
+    monkeypatch.setattr("frostlab.matrix.ray_tasks.require", lambda *_: ray)
+    monkeypatch.setattr("frostlab.matrix.ray_tasks._SEND_SECONDS", 0.01)
+    monkeypatch.setenv(AT_ONCE, "1")
+    actor, failed, freed = _Store(), threading.Event(), threading.Event()
+
+    def write(path: str, pieces: list[Any], log: str, text: bytes) -> bool:
+        if pieces and not freed.is_set():
+            failed.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return actor.write(path, pieces, log, text)
+
+    def train(task: Task, *_: Any) -> Outcome:
+        task.path.mkdir(exist_ok=True)
+        (task.path / "recipe.yaml").write_text("a recipe")
+        with (task.path / "events.jsonl").open("a") as file:
+            file.write("one\n")
+            file.flush()
+            assert failed.wait(60)
+            file.write("two\n")
+        freed.set()
+        return Outcome("finished", "words")
+
+    monkeypatch.setattr("frostlab.matrix.ray_tasks.run_task", train)
+    store = SimpleNamespace(begin=SimpleNamespace(remote=actor.begin),
+                            write=SimpleNamespace(remote=write))  # fmt: skip
+    task = Task("a", recipe_from(tiny()), tmp_path / "a", "a")
+    assert _train(task, [], None, str(tmp_path / "log"), store, 1).kind == "finished"
+    assert contents(tmp_path / "a") == {"recipe.yaml": b"a recipe", "events.jsonl": b"one\ntwo\n"}
 
 
 class RemoteError(Exception):

@@ -92,6 +92,8 @@ class Queue:
         try:
             while True:
                 self._each_turn()  # it may add tasks, even after the last end of one
+                if stopping:
+                    self.waiting.clear()
                 if not (self.waiting or self.executor.running()):
                     break
                 if self._asked_to_stop() and not stopping:

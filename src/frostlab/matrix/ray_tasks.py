@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,16 @@ class Sender:
             del self._sent[name]
             yield Piece(name, None)
 
+    @contextmanager
+    def sending(self) -> Iterator[list[Piece]]:
+        """Yield what has changed; if the block raises an error, it is sent again the next time."""
+        before = dict(self._sent)
+        try:
+            yield list(self.changes()) if self._folder.is_dir() else []
+        except BaseException:
+            self._sent = before
+            raise
+
     def _signatures(self) -> dict[str, Signature]:
         signatures = {}
         for path in self._folder.rglob("*"):
@@ -261,8 +271,13 @@ def _train(
 
     def send() -> None:
         with sent:
-            changed = list(sender.changes()) if folder.is_dir() else []
-            stop = ray.get(store.write.remote(path, changed, log, written.read()))
+            begin = written.tell()
+            try:
+                with sender.sending() as changed:
+                    stop = ray.get(store.write.remote(path, changed, log, written.read()))
+            except BaseException:
+                written.seek(begin)
+                raise
             if stop and not ended.is_set():
                 os.kill(os.getpid(), signal.SIGTERM)  # the run stops after a step
 
