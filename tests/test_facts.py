@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from frostlab.comparison.plan import rules_for
+from comparing import rules_for
 from frostlab.comparison.verdict import MEANINGS
 from frostlab.pages import figures
 from frostlab.pages.content import FORMATS

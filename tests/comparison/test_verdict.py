@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from comparing import rules_for
 from frostlab.comparison.evidence import ArmVerdict, stored
-from frostlab.comparison.plan import Rules, rules_for
+from frostlab.comparison.plan import Rules
 from frostlab.comparison.statistics import could_have_found, paired
 from frostlab.comparison.verdict import (
     DOUBTFUL,
