@@ -371,7 +371,7 @@ def judge(
     (report.html and the files of its figures and tables) are replaced; for a group,
     also summary.json and summary.md.
     """
-    from frostlab.records.index import is_group
+    from frostlab.records.finding.index import is_group
 
     if is_group(folder):
         from frostlab.experiments.run import judge_group

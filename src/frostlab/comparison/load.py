@@ -38,8 +38,8 @@ from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.scale import SIZES
 from frostlab.recipe.settings import METRICS, metric_facts
 from frostlab.recipe.treatment import TREATMENTS
+from frostlab.records.finding.index import is_run
 from frostlab.records.folder import RunRecord
-from frostlab.records.index import is_run
 from frostlab.storage import check_name
 from frostlab.text import short
 

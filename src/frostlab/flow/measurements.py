@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from frostlab.errors import BadInput, first_line, nearest, require
 from frostlab.recipe.settings import OPTIMIZERS
-from frostlab.records.folder import RunRecord, effective, read_events
+from frostlab.records.events import effective, read_events
+from frostlab.records.folder import RunRecord
 from frostlab.records.schema import (
     EvaluationEvent,
     Event,
