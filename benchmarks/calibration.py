@@ -15,8 +15,7 @@ import numpy as np
 from scipy import stats
 
 from common import report
-from frostlab.comparison.plan import Rules, alpha_spent, scale_of
-from frostlab.comparison.statistics import (
+from frostlab.comparison.judging.statistics import (
     anytime_critical,
     bounds,
     effect_found,
@@ -26,7 +25,8 @@ from frostlab.comparison.statistics import (
     power_of_t,
     t_critical,
 )
-from frostlab.comparison.verdict import Scores, Statement, Verdict, judge
+from frostlab.comparison.judging.verdict import Scores, Statement, Verdict, judge
+from frostlab.comparison.plan import Rules, alpha_spent, scale_of
 
 ACCURACY = Rules(metric="accuracy", lower_is_better=False)
 CALLED = ("better", "worse")

@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     import transformers
 
     from frostlab import charts
-    from frostlab.comparison import looks
+    from frostlab.comparison.judging import looks
     from frostlab.pages import write
 
     looks.REGISTER = _LOOKS

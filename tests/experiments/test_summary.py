@@ -11,7 +11,7 @@ import pytest
 import frostlab as fl
 from comparing import rules_for
 from frostlab.comparison.evidence import Effect, Evidence
-from frostlab.comparison.statistics import paired
+from frostlab.comparison.judging.statistics import paired
 from frostlab.experiments.show import show_summary
 from frostlab.experiments.summary import (
     Answered,

@@ -120,7 +120,7 @@ def list_runs(
     chosen = select(every_run, ",".join(where or ()), "" if group else sort)
     shown = None if keys is None else listed(keys)
     if chosen and group is not None:
-        from frostlab.comparison.statistics import t_critical
+        from frostlab.comparison.judging.statistics import t_critical
 
         groups = grouped(chosen, group_keys(chosen, group), shown or (), t_critical, sort)
         if as_json:
@@ -290,7 +290,7 @@ def diff(
 
 def _diff_comparisons(folders: tuple[Path, Path], width: int | None, as_json: bool) -> None:
     """Print the settings in which two plans differ, and how far the metrics agree."""
-    from frostlab.comparison.pairing import unlike
+    from frostlab.comparison.judging.pairing import unlike
     from frostlab.comparison.run import load_comparison
     from frostlab.recipe.recipe import differences
 

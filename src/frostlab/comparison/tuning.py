@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from frostlab.comparison.evidence import TunedSetting, TuningPoint
+from frostlab.comparison.judging.statistics import t_critical
 from frostlab.comparison.plan import Arm, Plan
 from frostlab.comparison.runner import ArmTask, Finished, Runner, alternated
-from frostlab.comparison.statistics import t_critical
 from frostlab.errors import BadInput
 from frostlab.recipe.settings import metric_facts
 from frostlab.records.finding.index import is_run
