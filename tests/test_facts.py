@@ -3,6 +3,7 @@
 import ast
 import math
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,21 +52,33 @@ def test_the_facts_of_an_unknown_metric_are_the_defaults() -> None:
     assert metric_format("mine") == "number"
 
 
-def listed(text: str, names: Iterable[str]) -> set[str]:
+def collections(text: str) -> list[set[object]]:
+    """Return the constants in each list, tuple, set and dict (its keys) of a module."""
+    members = [
+        node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
+        for node in ast.walk(ast.parse(text))
+    ]
+    return [{item.value for item in items if isinstance(item, ast.Constant)} for items in members]
+
+
+@cache
+def modules() -> dict[str, list[set[object]]]:
+    return {
+        str(path.relative_to(SOURCE)): collections(path.read_text())
+        for path in SOURCE.rglob("*.py")
+    }
+
+
+def listed(constants: Iterable[set[object]], names: Iterable[str]) -> set[object]:
     """Return the most names that a module has in one list, tuple, set or dict."""
-    most = set[str]()
-    for node in ast.walk(ast.parse(text)):
-        members = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
-        values = {member.value for member in members if isinstance(member, ast.Constant)}
-        most = max(most, values & set(names), key=len)
-    return most
+    wanted = set[object](names)
+    return max((values & wanted for values in constants), key=len, default=set())
 
 
-def lists_of(names: Iterable[str], fewest: int) -> dict[str, set[str]]:
+def lists_of(names: Iterable[str], fewest: int) -> dict[str, set[object]]:
     """Return the modules that list at least `fewest` of the names, with the names."""
-    found = {str(path.relative_to(SOURCE)): listed(path.read_text(), names)
-             for path in SOURCE.rglob("*.py")}  # fmt: skip
-    return {module: listing for module, listing in found.items() if len(listing) >= fewest}
+    listings = {module: listed(constants, names) for module, constants in modules().items()}
+    return {module: listing for module, listing in listings.items() if len(listing) >= fewest}
 
 
 def test_two_modules_list_metrics() -> None:
@@ -74,7 +87,8 @@ def test_two_modules_list_metrics() -> None:
         "follow from predictions"
     )
     assert set(lists) <= {"recipe/settings.py", "training/evaluate.py"}
-    assert listed("SHARES = ('accuracy', 'macro_f1')", all_metrics()) == {"accuracy", "macro_f1"}
+    shares = collections("SHARES = ('accuracy', 'macro_f1')")
+    assert listed(shares, all_metrics()) == {"accuracy", "macro_f1"}
 
 
 def test_two_modules_list_the_words_of_verdicts() -> None:

@@ -51,6 +51,7 @@ def test_front_and_head_of_a_conformer_are_compiled(
     assert all(m._compiled_call_impl is None for m in objective.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_modules")
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_a_compiled_conformer_equals_an_eager_one_in_several_shapes() -> None:
