@@ -15,8 +15,7 @@ import numpy as np
 from scipy import stats
 
 from common import report
-from frostlab.comparison.plan import Rules, alpha_spent, rules_for
-from frostlab.comparison.statistics import (
+from frostlab.comparison.judging.statistics import (
     anytime_critical,
     bounds,
     effect_found,
@@ -26,7 +25,8 @@ from frostlab.comparison.statistics import (
     power_of_t,
     t_critical,
 )
-from frostlab.comparison.verdict import Scores, Statement, Verdict, judge
+from frostlab.comparison.judging.verdict import Scores, Statement, Verdict, judge
+from frostlab.comparison.plan import Rules, alpha_spent, scale_of
 
 ACCURACY = Rules(metric="accuracy", lower_is_better=False)
 CALLED = ("better", "worse")
@@ -102,7 +102,7 @@ def skew(pages: int) -> Iterator[Row]:
 
 def margin(pages: int) -> Iterator[Row]:
     """Arms whose true cost is exactly the margin: how often is any called within it?"""
-    rules = rules_for("perplexity", margin=1.05)
+    rules = Rules(metric="perplexity", **scale_of("perplexity"), margin=1.05)
     for arms in (1, 6):
         for n in (6, 12):
             rng = np.random.default_rng([3, arms, n])
@@ -242,7 +242,7 @@ def missing(pages: int) -> Iterator[Row]:
             test = paired(arm[kept], base[kept])
             usual.append(test.low > 0)
         yield {"seeds": 12, "diverged": lost, "ours": rate(ours), "usual": rate(usual)}
-    rules = rules_for("accuracy", margin=1.1)
+    rules = Rules(metric="accuracy", **scale_of("accuracy"), margin=1.1)
     for lost in (1, 2, 3):
         rng = np.random.default_rng([10, lost])
         ours, within = [], []

@@ -47,7 +47,7 @@ from frostlab.training.batches.batch import Batch
 from frostlab.training.distributed import Compute
 from frostlab.training.setup import BuiltModel, default_modes, place_model
 from frostlab.training.stages import Entered, enter_stage, lr_scales, stages_of
-from frostlab.training.step import build_step
+from frostlab.training.step import Batches, build_step
 from frostlab.training.step.eager import EagerStep
 from frostlab.training.tasks import TASKS
 from frostlab.training.treatment import treat
@@ -115,7 +115,7 @@ def prepare(case: Case, device: torch.device) -> tuple[EagerStep, list[Batch]]:
         recipe.train,
         compute,
         steps=stage.steps,
-        tokens=recipe.train.batch * recipe.data.length,
+        batches=Batches(tokens=recipe.train.batch * recipe.data.length),
         lr_scales=lr_scales(model, stage, case.stage, entered),
     )
     batches = [draw(recipe, model, vocabulary) for _ in range(recipe.train.accumulate)]

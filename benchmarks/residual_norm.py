@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import device_name, report
-from frostlab.models import fused as operations
+from frostlab import devices
 from frostlab.models.fused import residual_norm
 from frostlab.recipe.settings import Optim, Train
 from frostlab.training.batches.batch import Batch
@@ -38,12 +38,12 @@ TOLERANCE = (0.015, 0.05)  # of the first loss and of later ones, as in `frostla
 @contextmanager
 def kernels(used: bool) -> Iterator[None]:
     """Build steps with or without the kernels."""
-    before = operations.HAS_TRITON
-    operations.HAS_TRITON = before and used
+    before = devices.HAS_TRITON
+    devices.HAS_TRITON = before and used
     try:
         yield
     finally:
-        operations.HAS_TRITON = before
+        devices.HAS_TRITON = before
 
 
 def plain(x: Tensor, branch: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:

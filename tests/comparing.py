@@ -8,7 +8,7 @@ from typing import Any
 
 import frostlab as fl
 from frostlab.comparison.load import make_plan
-from frostlab.comparison.plan import Plan
+from frostlab.comparison.plan import Plan, Rules, scale_of
 from frostlab.records.manifest import write_manifest
 from hearing import hearing
 from stages import progressive
@@ -122,3 +122,24 @@ def compare(folder: Path, jobs: int = 1, **changes: Any) -> fl.Comparison:
 def plan(**changes: Any) -> Plan:
     """Plan a comparison of the tiny recipe."""
     return make_plan({"recipe": tiny(), "arms": ARMS, **changes})
+
+
+def rules_for(
+    metric: str,
+    *,
+    alpha: float = 0.05,
+    minimum_effect: float | None = None,
+    margin: float | None = None,
+    looks: int = 1,
+    look: int = 1,
+) -> Rules:
+    """Return rules in which the metric's name decides the direction and the scale."""
+    return Rules(
+        metric=metric,
+        **scale_of(metric),
+        alpha=alpha,
+        minimum_effect=minimum_effect,
+        margin=margin,
+        looks=looks,
+        look=look,
+    )

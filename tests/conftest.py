@@ -4,7 +4,7 @@ import gc
 import os
 import socket
 import tempfile
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # bf16 can kill Python otherwise
@@ -35,11 +35,13 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
     import transformers
 
-    from frostlab.comparison import looks
+    from frostlab import charts
+    from frostlab.comparison.judging import looks
     from frostlab.pages import write
 
     looks.REGISTER = _LOOKS
-    write.figure_files = cache(partial(write.figure_files, scale=0.5))  # small, and each once
+    charts._PIXELS = 0.5  # small figures
+    write.figure_files = cache(write.figure_files)  # each once
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import frostlab as fl
-from frostlab.comparison.plan import rules_for
+from comparing import rules_for
 from frostlab.data.prepare import prepare
 from frostlab.pages import figures
 from frostlab.recipe.data import LOADERS

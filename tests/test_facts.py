@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from frostlab.comparison.plan import rules_for
-from frostlab.comparison.verdict import MEANINGS
+from comparing import rules_for
+from frostlab.comparison.judging.verdict import MEANINGS
 from frostlab.pages import figures
 from frostlab.pages.content import FORMATS
 from frostlab.pages.one_run.run_report import metric_format
@@ -83,7 +83,9 @@ def lists_of(names: Iterable[str], fewest: int) -> dict[str, set[object]]:
 
 def test_two_modules_list_metrics() -> None:
     lists = lists_of(set(all_metrics()) - {"loss"}, 2)
-    assert lists.pop("comparison/pairing.py") == {"accuracy", "macro_f1"}, "follow from predictions"
+    assert lists.pop("comparison/judging/pairing.py") == {"accuracy", "macro_f1"}, (
+        "follow from predictions"
+    )
     assert set(lists) <= {"recipe/settings.py", "training/evaluate.py"}
     shares = collections("SHARES = ('accuracy', 'macro_f1')")
     assert listed(shares, all_metrics()) == {"accuracy", "macro_f1"}
@@ -93,7 +95,7 @@ def test_two_modules_list_the_words_of_verdicts() -> None:
     lists = lists_of(MEANINGS, 3)
     faster_slower_same = lists.pop("pages/languages/sentences.py")
     assert faster_slower_same == {"better", "worse", "no difference found"}
-    assert set(lists) == {"comparison/verdict.py", "pages/languages/words.py"}
+    assert set(lists) == {"comparison/judging/verdict.py", "pages/languages/words.py"}
 
 
 def test_one_module_lists_optimizers() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
-from frostlab.comparison.verdict import MEANINGS
+from frostlab.comparison.judging.verdict import MEANINGS
 from frostlab.errors import BadInput
 from frostlab.pages.content import FORMATS, read_record, resolve
 from frostlab.pages.languages.phrases import PHRASES

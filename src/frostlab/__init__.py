@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from frostlab.pages.write import report
     from frostlab.recipe.load import load_recipe
     from frostlab.recipe.recipe import Recipe
+    from frostlab.records.finding.query import runs
     from frostlab.records.folder import RunRecord
-    from frostlab.records.query import runs
     from frostlab.roles.description import fused, register_architecture
     from frostlab.roles.parts import Heads, Part
     from frostlab.roles.read import anatomy
@@ -95,7 +95,7 @@ _HOMES = {  # public name → the module inside frostlab that defines it
     "register_treatment": "training.treatment",
     "report": "pages.write",
     "run": "use.run",
-    "runs": "records.query",
+    "runs": "records.finding.query",
     "save_trainable": "surgery.save",
     "thaw": "surgery.freeze",
     "watch": "flow.watch",

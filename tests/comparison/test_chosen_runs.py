@@ -12,7 +12,7 @@ import yaml
 
 import frostlab as fl
 from comparing import plant
-from frostlab.comparison.load import plan_of_runs
+from frostlab.comparison.chosen_runs import plan_of_runs
 from frostlab.comparison.page import show
 from frostlab.comparison.plan import Plan
 from frostlab.comparison.run import judge_again

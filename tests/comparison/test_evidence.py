@@ -9,7 +9,7 @@ import pytest
 
 import frostlab as fl
 from frostlab.comparison.evidence import SCHEMA, Effect, read_evidence, stored
-from frostlab.comparison.statistics import paired
+from frostlab.comparison.judging.statistics import paired
 
 
 def written(values: Any, folder: Path) -> Path:

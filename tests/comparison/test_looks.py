@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from comparing import compare, plan
-from frostlab.comparison import looks
-from frostlab.comparison.looks import Looks, take_look
+from frostlab.comparison.judging import looks
+from frostlab.comparison.judging.looks import Looks, take_look
 from frostlab.comparison.plan import Plan
 from frostlab.errors import BadInput
 from frostlab.storage import cache_folder

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import frostlab as fl
 from comparing import LAYERS, SMALL, compare, own_data, plant, reseal
 from frostlab.comparison.evidence import ComparedOrder
-from frostlab.comparison.pairing import PairingFacts, steps_compared, why_unpaired
+from frostlab.comparison.judging.pairing import PairingFacts, steps_compared, why_unpaired
 from frostlab.comparison.run import judge_again
 from frostlab.records.folder import RunRecord
 from frostlab.training.batches.batch import Order

@@ -6,10 +6,10 @@ from pydantic import ValidationError
 from scipy import stats
 
 import frostlab as fl
-from comparing import GROWN, HOT, LAYERS, plan
+from comparing import GROWN, HOT, LAYERS, plan, rules_for
+from frostlab.comparison.judging.statistics import bounds
 from frostlab.comparison.load import make_plan
-from frostlab.comparison.plan import Rules, alpha_spent, rules_for
-from frostlab.comparison.statistics import bounds
+from frostlab.comparison.plan import Rules, alpha_spent
 from frostlab.errors import BadInput
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import frostlab as fl
 from comparing import ARMS, compare, own_data, plant, reseal
-from frostlab.comparison.pairing import unlike
+from frostlab.comparison.judging.pairing import unlike
 from frostlab.comparison.plan import Plan
 from frostlab.data import prepare as prepare_module
 from frostlab.data.prepare import data_digest, find_path, prepare

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from frostlab.comparison.statistics import (
+from frostlab.comparison.judging.statistics import (
     Pool,
     anytime_critical,
     bounds,

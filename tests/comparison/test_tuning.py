@@ -11,7 +11,7 @@ import yaml
 import frostlab as fl
 from comparing import STAGES, compare, plan
 from frostlab.comparison import runner, tuning
-from frostlab.comparison.pairing import Runs
+from frostlab.comparison.judging.pairing import Runs
 from frostlab.comparison.tuning import run_trials
 from frostlab.records.folder import RunRecord
 from frostlab.training import loop

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from comparing import rules_for
 from frostlab.comparison.evidence import ArmVerdict, stored
-from frostlab.comparison.plan import Rules, rules_for
-from frostlab.comparison.statistics import could_have_found, paired
-from frostlab.comparison.verdict import (
+from frostlab.comparison.judging.statistics import could_have_found, paired
+from frostlab.comparison.judging.verdict import (
     DOUBTFUL,
     JUDGED,
     MEANINGS,
@@ -25,6 +25,7 @@ from frostlab.comparison.verdict import (
     Word,
     judge,
 )
+from frostlab.comparison.plan import Rules
 from frostlab.errors import BadInput
 
 BASE = {s: 0.80 + 0.01 * math.sin(s) for s in range(6)}

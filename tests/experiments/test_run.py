@@ -10,7 +10,7 @@ import yaml
 
 import frostlab as fl
 import frostlab.use.evaluation
-from frostlab.comparison.statistics import paired
+from frostlab.comparison.judging.statistics import paired
 from frostlab.experiments.further import further_results, read_scores_of
 from frostlab.experiments.run import judge_group
 from frostlab.records.manifest import verify

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import frostlab as fl
+from comparing import rules_for
 from frostlab.comparison.evidence import Effect, Evidence
-from frostlab.comparison.plan import rules_for
-from frostlab.comparison.statistics import paired
+from frostlab.comparison.judging.statistics import paired
 from frostlab.experiments.show import show_summary
 from frostlab.experiments.summary import (
     Answered,

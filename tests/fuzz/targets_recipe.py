@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 from frostlab.comparison.evidence import read_evidence
+from frostlab.comparison.judging.looks import Look
 from frostlab.comparison.load import make_plan
-from frostlab.comparison.looks import Look
 from frostlab.comparison.oelm_json import timing_json
 from frostlab.comparison.page import page, show
 from frostlab.comparison.plan import SCHEMA

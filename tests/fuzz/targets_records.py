@@ -47,12 +47,12 @@ from frostlab.records.checkpoint import (
     save_checkpoint,
     save_frozen,
 )
+from frostlab.records.finding.index import INDEX, list_runs
+from frostlab.records.finding.listing import runs_table
+from frostlab.records.finding.show import show, show_json
 from frostlab.records.folder import RunRecord
-from frostlab.records.index import INDEX, list_runs
-from frostlab.records.listing import runs_table
 from frostlab.records.model_files import ModelInputs, read_inputs
 from frostlab.records.schema import DataRecord
-from frostlab.records.show import show, show_json
 from frostlab.roles.parts import Rows
 from frostlab.storage import file_digest, seal, write_whole
 from frostlab.surgery.freeze import PartlyFrozen, freeze

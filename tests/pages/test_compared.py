@@ -22,7 +22,7 @@ from frostlab.pages.content import (
     Table,
     resolve,
 )
-from frostlab.records.annotations import add_note, add_tag
+from frostlab.records.finding.annotations import add_note, add_tag
 from frostlab.text import hms
 
 

@@ -12,7 +12,7 @@ import pytest
 import frostlab as fl
 from cases import slow_unless
 from frostlab.comparison.evidence import Evidence, Limit, read_evidence
-from frostlab.comparison.verdict import MEANINGS, Word
+from frostlab.comparison.judging.verdict import MEANINGS, Word
 from frostlab.errors import BadInput
 from frostlab.pages import compared as compared_page
 from frostlab.pages.content import Block, Cell, Paragraph, Records

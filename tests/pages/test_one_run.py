@@ -25,7 +25,7 @@ from frostlab.pages.one_run import eeg_run
 from frostlab.pages.one_run.run_figures import is_wide, thinned
 from frostlab.pages.one_run.run_report import document, sources
 from frostlab.pages.write import PAGE, is_current, report
-from frostlab.records.annotations import add_note, add_tag
+from frostlab.records.finding.annotations import add_note, add_tag
 from fuzz.targets_pages import small_flow
 from run_made import RESULT, SHAPE, START, evaluation_event, step_event, write_events
 from walking import complaints

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from frostlab.errors import BadInput
-from frostlab.records.annotations import add_note, add_tag, read_annotations, remove_tag
+from frostlab.records.finding.annotations import add_note, add_tag, read_annotations, remove_tag
 from frostlab.records.manifest import problems_in, write_manifest
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from frostlab.errors import BadInput
-from frostlab.records.annotations import add_tag
-from frostlab.records.clean import duration, old_runs, remove_run
+from frostlab.records.finding.annotations import add_tag
+from frostlab.records.finding.clean import duration, old_runs, remove_run
 from frostlab.storage import Lock
 from run_made import RESULT, START, evaluation_event, write_events
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from frostlab.errors import BadInput
-from frostlab.records.diff import difference
+from frostlab.records.finding.diff import difference
 from run_made import RESULT, SHAPE, START, step_event, write_events
 
 DIGESTS = {

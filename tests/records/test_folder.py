@@ -15,17 +15,9 @@ from hypothesis import strategies as st
 
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.records import SCHEMA
-from frostlab.records import folder as folders
-from frostlab.records.folder import (
-    LatestEvents,
-    RunFolder,
-    RunRecord,
-    effective,
-    effective_values,
-    given_folder,
-    own_folder,
-    read_events,
-)
+from frostlab.records import events as events_file
+from frostlab.records.events import LatestEvents, effective, effective_values, read_events
+from frostlab.records.folder import RunFolder, RunRecord, given_folder, own_folder
 from frostlab.records.schema import (
     EVENTS,
     EvaluationEvent,
@@ -120,13 +112,13 @@ def test_a_run_that_was_resumed_often_is_read_in_proportion(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A resume does not look at all events before it again."""
-    least, looked = folders._least_resume, list[int]()
+    least, looked = events_file._least_resume, list[int]()
 
     def look(kind: str, step: int, checkpoint: object) -> float:
         looked.append(step)
         return least(kind, step, checkpoint)
 
-    monkeypatch.setattr(folders, "_least_resume", look)
+    monkeypatch.setattr(events_file, "_least_resume", look)
     events: list[Event] = []
     for turn in range(200):
         steps = range(turn * 40, turn * 40 + 50)

@@ -16,11 +16,11 @@ import pytest
 
 from cases import slow_unless
 from frostlab.errors import BadInput
-from frostlab.records import folder as folders
-from frostlab.records import index
-from frostlab.records.annotations import add_note, add_tag
-from frostlab.records.index import INDEX, Summary, find_run, list_runs, read_run
-from frostlab.records.listing import runs_table
+from frostlab.records import events as events_file
+from frostlab.records.finding import index
+from frostlab.records.finding.annotations import add_note, add_tag
+from frostlab.records.finding.index import INDEX, Summary, find_run, list_runs, read_run
+from frostlab.records.finding.listing import runs_table
 from frostlab.records.schema import ENDINGS
 from run_made import (
     RESULT,
@@ -127,8 +127,8 @@ def test_the_best_value_of_an_interrupted_run_is_its_best(
 ) -> None:
     folder = write_run(tmp_path / "a")
     evaluated(folder, (4, 0.75, True), (5, 0.5, False), (6, 0.625, False))
-    for block in (7, 100, folders._BLOCK):  # lines that lie in several blocks
-        monkeypatch.setattr(folders, "_BLOCK", block)
+    for block in (7, 100, events_file._BLOCK):  # lines that lie in several blocks
+        monkeypatch.setattr(events_file, "_BLOCK", block)
         assert (read_run(folder).value, read_run(folder).steps) == (0.75, 6)
     shape = SHAPE
     with open(folder / "events.jsonl", "a") as file:
@@ -176,7 +176,8 @@ def test_a_cached_listing_imports_nothing_heavy(tmp_path: Path) -> None:
     (folder / "recipe.yaml").write_text("optim: {lr: 0.1}")
     age(tmp_path)
     list_runs(tmp_path)
-    code = "import sys\nfrom pathlib import Path\nfrom frostlab.records.index import list_runs\n"
+    code = "import sys\nfrom pathlib import Path\n"
+    code += "from frostlab.records.finding.index import list_runs\n"
     code += "(run,) = list_runs(Path(sys.argv[1]))\nassert run.settings == {'optim.lr': 0.1}\n"
     code += "print(*{'torch', 'pydantic', 'yaml', 'frostlab.records.schema'} & {*sys.modules})"
     done = subprocess.run(
@@ -498,7 +499,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_listing_needs_no_heavy_library() -> None:
-    code = "import sys, frostlab.records.show\n"
+    code = "import sys, frostlab.records.finding.show\n"
     code += "print(*{'torch', 'pydantic', 'yaml'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "\n"

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import frostlab as fl
-from frostlab.comparison.statistics import t_critical
+from frostlab.comparison.judging.statistics import t_critical
 from frostlab.errors import BadInput
-from frostlab.records.index import Summary
-from frostlab.records.listing import groups_table
-from frostlab.records.query import (
+from frostlab.records.finding.index import Summary
+from frostlab.records.finding.listing import groups_table
+from frostlab.records.finding.query import (
     Group,
     Mean,
     conditions,

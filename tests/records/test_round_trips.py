@@ -17,8 +17,8 @@ from frostlab.errors import DamagedCache, FrostlabError
 from frostlab.flow.measurements import QUANTITIES, Flow, GroupFacts, PartFacts, Report, load_flow
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.records.checkpoint import checkpoints_in, save_checkpoint
+from frostlab.records.finding.index import Summary, _load, _save, _stored_summary
 from frostlab.records.folder import RunFolder, RunRecord
-from frostlab.records.index import Summary, _load, _save, _stored_summary
 from frostlab.records.schema import EVENTS, Digests, Event, Result
 from frostlab.storage import build_once, damaged_file, file_digest, finite, save_tensors, seal
 from frostlab.surgery.freeze import freeze

@@ -27,7 +27,7 @@ from frostlab.experiments.summary import GroupSummary
 from frostlab.flow.measurements import _StoredFlow
 from frostlab.matrix.store import DriverState, Holder, MatrixPlan, PlannedRun
 from frostlab.records import schema
-from frostlab.records.annotations import Annotations
+from frostlab.records.finding.annotations import Annotations
 from frostlab.records.model_files import ModelInputs
 from frostlab.records.schema import (
     EVENTS,
@@ -178,9 +178,9 @@ def test_a_run_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_events_are_parsed_in_one_place() -> None:
-    """Other modules get events, or their values, from the readers of records/folder.py."""
+    """Other modules get events, or their values, from the readers of records/events.py."""
     source = Path(str(fl.__file__)).parent
     parsed = re.compile(r"""['"]\\?\{+"kind"|\bread_objects\(|\bevent_of\(""")
     readers = {path for path in source.rglob("*.py") if parsed.search(path.read_text())}
-    homes = ("typed.py", "records/schema.py", "records/folder.py")
+    homes = ("typed.py", "records/schema.py", "records/events.py")
     assert readers == {source / home for home in homes}

@@ -11,10 +11,10 @@ import yaml
 
 from frostlab.errors import BadInput
 from frostlab.recipe.recipe import Recipe
-from frostlab.records.annotations import add_note, add_tag
-from frostlab.records.index import Summary, read_run
-from frostlab.records.listing import runs_table
-from frostlab.records.show import show, show_json
+from frostlab.records.finding.annotations import add_note, add_tag
+from frostlab.records.finding.index import Summary, read_run
+from frostlab.records.finding.listing import runs_table
+from frostlab.records.finding.show import show, show_json
 from frostlab.text import hms
 from run_made import (
     CAUTION,

@@ -23,9 +23,9 @@ from frostlab.models.build import build_for
 from frostlab.recipe.load import load_recipe, recipe_from, shipped_recipes
 from frostlab.recipe.model import EnvelopeLoss
 from frostlab.recipe.settings import StepDecay
+from frostlab.records.finding.show import show
 from frostlab.records.folder import RunRecord
 from frostlab.records.schema import EvaluationEvent, StepEvent
-from frostlab.records.show import show
 from frostlab.storage import seal
 from frostlab.training.batches.batch import WindowExamples, order_digest
 from frostlab.training.batches.feed import Feed

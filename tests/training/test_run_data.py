@@ -10,8 +10,8 @@ import frostlab as fl
 from frostlab import BadInput
 from frostlab.data.prepare import prepare
 from frostlab.recipe.load import load_recipe
+from frostlab.records.finding.show import show, show_json
 from frostlab.records.schema import NoteEvent
-from frostlab.records.show import show, show_json
 from frostlab.training.progress import Display, Nowhere
 from tiny import tiny
 

@@ -15,6 +15,7 @@ import frostlab as fl
 from frostlab.data.prepare import prepare
 from frostlab.recipe.load import recipe_from
 from frostlab.recipe.settings import Optim, Train
+from frostlab.records.finding.show import show
 from frostlab.records.schema import (
     Best,
     EpochEvent,
@@ -23,7 +24,6 @@ from frostlab.records.schema import (
     StageEvent,
     StepEvent,
 )
-from frostlab.records.show import show
 from frostlab.training import loop
 from frostlab.training.batches.batch import epoch_order, order_digest
 from frostlab.training.stages import (

@@ -13,8 +13,8 @@ import torch
 import frostlab as fl
 from frostlab.data.prepare import prepare
 from frostlab.recipe.load import recipe_from
+from frostlab.records.finding.show import show
 from frostlab.records.schema import EvaluationEvent
-from frostlab.records.show import show
 from frostlab.timing.clock import Stopwatch
 from frostlab.training import loop
 from frostlab.training import run as run_module

@@ -339,7 +339,7 @@ def _show_group(group: "GroupResult", as_json: bool) -> None:
 def _compare_runs(
     patterns: list[str], metric: str | None, allow: list[str] | None, out: Path | None
 ) -> "Comparison":
-    from frostlab.comparison.load import plan_of_runs
+    from frostlab.comparison.chosen_runs import plan_of_runs
 
     rules = {"metric": metric} if metric is not None else {}
     plan = plan_of_runs(patterns, {**rules, "allow_confounds": allow})
@@ -371,7 +371,7 @@ def judge(
     (report.html and the files of its figures and tables) are replaced; for a group,
     also summary.json and summary.md.
     """
-    from frostlab.records.index import is_group
+    from frostlab.records.finding.index import is_group
 
     if is_group(folder):
         from frostlab.experiments.run import judge_group

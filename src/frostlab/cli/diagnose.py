@@ -132,7 +132,7 @@ def _find_run(source: str, runs: Path) -> Path | None:
     run's name.
     """
     from frostlab.recipe.load import shipped_recipes
-    from frostlab.records.index import find_run, is_run
+    from frostlab.records.finding.index import find_run, is_run
 
     recipes = shipped_recipes()
     for folder in (Path(source), runs / source):

@@ -15,7 +15,7 @@ from frostlab.errors import BadInput, nearest
 from frostlab.text import columns, plain, wrapped
 
 if TYPE_CHECKING:
-    from frostlab.records.index import Summary
+    from frostlab.records.finding.index import Summary
 
 _COMPARISONS = Path("comparisons")  # where `frostlab compare` puts them
 _LAST_KEY = re.compile(r"(.*,)?\s*(-?)([^,=!<>~]*)(?:(!=|<=|>=|=|<|>|~)([^,]*))?", re.DOTALL)
@@ -25,7 +25,7 @@ _LAST_KEY = re.compile(r"(.*,)?\s*(-?)([^,=!<>~]*)(?:(!=|<=|>=|=|<|>|~)([^,]*))?
 
 
 def _known_runs(ctx: typer.Context) -> "list[Summary]":
-    from frostlab.records.index import list_runs as read_runs
+    from frostlab.records.finding.index import list_runs as read_runs
 
     try:
         return read_runs(Path(ctx.params.get("runs") or os.environ.get(RUNS) or "runs"))
@@ -35,7 +35,7 @@ def _known_runs(ctx: typer.Context) -> "list[Summary]":
 
 def complete_keys(ctx: typer.Context, incomplete: str) -> list[str]:
     """Complete the last key of a list such as `optim.lr,train.batch`."""
-    from frostlab.records.query import keys_of
+    from frostlab.records.finding.query import keys_of
 
     before, comma, last = incomplete.rpartition(",")
     sign = "-" if last.startswith("-") else ""
@@ -45,7 +45,7 @@ def complete_keys(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def complete_where(ctx: typer.Context, incomplete: str) -> list[str]:
     """Complete a filter: with keys or, after a sign such as =, with values that runs have."""
-    from frostlab.records.query import keys_of, value_of
+    from frostlab.records.finding.query import keys_of, value_of
 
     runs, match = _known_runs(ctx), _LAST_KEY.fullmatch(incomplete)
     if match is None:
@@ -109,9 +109,9 @@ def list_runs(
     model, steps, metric, best, step_ms, total_seconds, started, ended, tag, note, error,
     recipe_digest), a reported metric such as accuracy, or a setting such as optim.lr.
     """
-    from frostlab.records.index import list_runs as read_runs
-    from frostlab.records.listing import groups_table, runs_table
-    from frostlab.records.query import check_key, group_keys, grouped, listed, select
+    from frostlab.records.finding.index import list_runs as read_runs
+    from frostlab.records.finding.listing import groups_table, runs_table
+    from frostlab.records.finding.query import check_key, group_keys, grouped, listed, select
 
     source = context.get_parameter_source("runs")
     # Without --runs, the folder may be missing, because there may be no runs yet.
@@ -120,7 +120,7 @@ def list_runs(
     chosen = select(every_run, ",".join(where or ()), "" if group else sort)
     shown = None if keys is None else listed(keys)
     if chosen and group is not None:
-        from frostlab.comparison.statistics import t_critical
+        from frostlab.comparison.judging.statistics import t_critical
 
         groups = grouped(chosen, group_keys(chosen, group), shown or (), t_critical, sort)
         if as_json:
@@ -148,7 +148,7 @@ def show(
 
     For a group, its summary is shown.
     """
-    from frostlab.records.index import is_comparison, is_group
+    from frostlab.records.finding.index import is_comparison, is_group
 
     folder = _find(run, runs)
     if is_group(folder):
@@ -157,15 +157,15 @@ def show(
     if is_comparison(folder):
         _show_comparison(folder, width_of(wide), as_json)
         return
-    from frostlab.records.show import show as show_run
-    from frostlab.records.show import show_json
+    from frostlab.records.finding.show import show as show_run
+    from frostlab.records.finding.show import show_json
 
     echo(json.dumps(show_json(folder), indent=1) if as_json else show_run(folder, width_of(wide)))
 
 
 def _find(text: str, runs: Path) -> Path:
     """Return the folder of the run or comparison that a text names."""
-    from frostlab.records.index import find_run, is_comparison, is_group, is_run
+    from frostlab.records.finding.index import find_run, is_comparison, is_group, is_run
 
     for folder in (Path(text), runs / text, _COMPARISONS / text):
         if text and (is_comparison(folder) or is_run(folder) or is_group(folder)):
@@ -193,7 +193,7 @@ def _show_group(folder: Path, width: int | None, as_json: bool) -> None:
     """Print the summary and the notes of a group of comparisons."""
     from frostlab.experiments.show import show_summary
     from frostlab.experiments.summary import read_summary
-    from frostlab.records.annotations import read_annotations
+    from frostlab.records.finding.annotations import read_annotations
 
     summary, annotations = read_summary(folder), read_annotations(folder)
     if as_json:
@@ -211,7 +211,7 @@ def _show_comparison(folder: Path, width: int | None, as_json: bool) -> None:
     """Print the tags, conclusions, arms, files and notes of a comparison."""
     from frostlab.comparison.evidence import read_evidence
     from frostlab.comparison.page import show as conclusions
-    from frostlab.records.annotations import read_annotations
+    from frostlab.records.finding.annotations import read_annotations
 
     evidence, page = read_evidence(folder / "evidence.json"), folder / "comparison.md"
     annotations, files = read_annotations(folder), _files(folder)
@@ -272,7 +272,7 @@ def diff(
 
     For two comparisons, show how their plans and metrics differ.
     """
-    from frostlab.records.index import is_comparison, is_group
+    from frostlab.records.finding.index import is_comparison, is_group
 
     folders = (_find(first, runs), _find(second, runs))
     if groups := [str(folder) for folder in folders if is_group(folder)]:
@@ -282,7 +282,7 @@ def diff(
             raise BadInput(f"{first} and {second}: give two runs, or two comparisons")
         _diff_comparisons(folders, width_of(wide), as_json)
         return
-    from frostlab.records.diff import difference
+    from frostlab.records.finding.diff import difference
 
     result = difference(*folders)
     echo(json.dumps(result.to_dict(), indent=1) if as_json else result.text(width_of(wide)))
@@ -290,7 +290,7 @@ def diff(
 
 def _diff_comparisons(folders: tuple[Path, Path], width: int | None, as_json: bool) -> None:
     """Print the settings in which two plans differ, and how far the metrics agree."""
-    from frostlab.comparison.pairing import unlike
+    from frostlab.comparison.judging.pairing import unlike
     from frostlab.comparison.run import load_comparison
     from frostlab.recipe.recipe import differences
 
@@ -316,7 +316,7 @@ def note(
     `frostlab show` lists all notes of a run or a comparison; `frostlab runs` lists only the
     last note of each run.
     """
-    from frostlab.records.annotations import add_note
+    from frostlab.records.finding.annotations import add_note
 
     folder = _find(run, runs)
     count = len(add_note(folder, text).notes)
@@ -334,7 +334,7 @@ def tag(
     `frostlab runs --where tag=TAG` lists the runs with a tag. `frostlab clean` keeps all
     tagged runs or, with --keep, the runs with one of the given tags.
     """
-    from frostlab.records.annotations import add_tag, remove_tag
+    from frostlab.records.finding.annotations import add_tag, remove_tag
 
     folder = _find(run, runs)
     tags = (remove_tag if remove else add_tag)(folder, name).tags
@@ -375,7 +375,7 @@ def clean(
     prints a line with the reason. The age of an unfinished run is the time since it last
     recorded something.
     """
-    from frostlab.records.clean import duration, old_runs, remove_run
+    from frostlab.records.finding.clean import duration, old_runs, remove_run
 
     seconds = duration(older)
     removed, kept = old_runs(runs, seconds, keep, [comparisons])

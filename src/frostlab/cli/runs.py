@@ -194,7 +194,7 @@ def run(
     from frostlab.devices import find_device, start_device
 
     start_device(find_device(loaded.train.device))  # while the modules of training are imported
-    from frostlab.records.show import show
+    from frostlab.records.finding.show import show
     from frostlab.timing.clock import process_began
     from frostlab.training.run import run as run_recipe
 
@@ -231,7 +231,7 @@ def exits(
     weights, on the report split (the split that the run's result comes from). The losses
     and costs are also written to exits.json in the run's folder.
     """
-    from frostlab.records.index import find_run
+    from frostlab.records.finding.index import find_run
 
     folder = find_run(runs, run)
     check_data_dir(data_dir)
@@ -254,7 +254,7 @@ def envelopes(run: RunName, data_dir: DataDir = None, runs: RunsFolder = Path("r
     subject, examples of both envelopes, the model's temporal kernels, and a scalp map of
     the importance of each electrode.
     """
-    from frostlab.records.index import find_run
+    from frostlab.records.finding.index import find_run
 
     folder = find_run(runs, run)
     check_data_dir(data_dir)

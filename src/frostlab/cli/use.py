@@ -312,7 +312,7 @@ def export(
 
 def _load(runs: Path, name: str) -> "Run":
     """Load the run that a command names."""
-    from frostlab.records.index import find_run
+    from frostlab.records.finding.index import find_run
 
     folder = find_run(runs, name)
     from frostlab.use.run import load_run

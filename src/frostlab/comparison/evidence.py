@@ -16,9 +16,9 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
+from frostlab.comparison.judging.statistics import spread
+from frostlab.comparison.judging.verdict import Word
 from frostlab.comparison.plan import MOST_LOOKS, Plan, Rules
-from frostlab.comparison.statistics import spread
-from frostlab.comparison.verdict import Word
 from frostlab.errors import BadInput
 from frostlab.recipe.bounded_yaml import check_plain, shown_key
 from frostlab.records.schema import DataRecord, TelemetrySummary

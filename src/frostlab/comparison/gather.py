@@ -30,17 +30,17 @@ from frostlab.comparison.evidence import (
     Summary,
     stored,
 )
-from frostlab.comparison.looks import Looks
+from frostlab.comparison.judging.looks import Looks
+from frostlab.comparison.judging.pairing import Runs, status_of, steps_compared, summarize
+from frostlab.comparison.judging.statistics import Paired, mcnemar, over_examples, paired
+from frostlab.comparison.judging.verdict import Scores, Statement, judge
 from frostlab.comparison.measures.arms import round_times
 from frostlab.comparison.measures.convergence import convergence
 from frostlab.comparison.measures.eeg import segment_scores, subject_tests
 from frostlab.comparison.measures.gradients import gradient_flow
 from frostlab.comparison.oelm_json import have_equal_norms, oelm_arm, orthogonality_arms
-from frostlab.comparison.pairing import Runs, status_of, steps_compared, summarize
 from frostlab.comparison.plan import Plan, Rules, scale_of
-from frostlab.comparison.statistics import Paired, mcnemar, over_examples, paired
 from frostlab.comparison.tuning import Trials
-from frostlab.comparison.verdict import Scores, Statement, judge
 from frostlab.recipe.settings import METRICS
 from frostlab.records.folder import RunRecord
 

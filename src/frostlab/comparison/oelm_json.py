@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from frostlab.comparison.evidence import ArmEvidence, ArmVerdict, Effect, Evidence
+from frostlab.comparison.judging.verdict import excluded_costs
 from frostlab.comparison.measures.arms import (
     arm_times,
     data_name,
@@ -26,7 +27,6 @@ from frostlab.comparison.measures.arms import (
     whole_run_note,
 )
 from frostlab.comparison.plan import Arm, Plan
-from frostlab.comparison.verdict import excluded_costs
 from frostlab.errors import BadInput
 from frostlab.recipe.treatment import (
     KnownChange,

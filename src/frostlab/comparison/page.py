@@ -24,6 +24,7 @@ from frostlab.comparison.evidence import (
     interval_text,
     shown,
 )
+from frostlab.comparison.judging.verdict import MEANINGS
 from frostlab.comparison.measures.arms import mean_of, retained
 from frostlab.comparison.measures.eeg import segments_section
 from frostlab.comparison.measures.show import (
@@ -33,7 +34,6 @@ from frostlab.comparison.measures.show import (
     step_times,
 )
 from frostlab.comparison.oelm_json import answers, main_arm
-from frostlab.comparison.verdict import MEANINGS
 from frostlab.recipe.settings import metric_facts
 from frostlab.text import NONE, Markdown, columns, escaped, markdown, number, plain, wrapped
 

@@ -148,27 +148,6 @@ def scale_of(metric: str) -> dict[str, bool]:
     return {"lower_is_better": facts.lower_is_better, "log": facts.compared_by == "ratio"}
 
 
-def rules_for(
-    metric: str,
-    *,
-    alpha: float = 0.05,
-    minimum_effect: float | None = None,
-    margin: float | None = None,
-    looks: int = 1,
-    look: int = 1,
-) -> Rules:
-    """Return rules in which the metric's name decides the direction and the scale."""
-    return Rules(
-        metric=metric,
-        **scale_of(metric),
-        alpha=alpha,
-        minimum_effect=minimum_effect,
-        margin=margin,
-        looks=looks,
-        look=look,
-    )
-
-
 @dataclass(frozen=True)
 class Confound:
     """A setting that differs between an arm and the baseline."""

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from frostlab.comparison.chosen_runs import RunsOf, plan_of_runs
 from frostlab.comparison.evidence import (
     ArmVerdict,
     Evidence,
@@ -24,10 +25,10 @@ from frostlab.comparison.evidence import (
     read_evidence,
 )
 from frostlab.comparison.gather import AssayRuns, Trained, gather, results_of
-from frostlab.comparison.load import RunsOf, Source, is_stored_plan, make_plan, plan_of_runs
+from frostlab.comparison.judging.pairing import check_records, first_run, how_made, unlike
+from frostlab.comparison.load import Source, is_stored_plan, make_plan
 from frostlab.comparison.oelm_json import comparison_json, timing_json
 from frostlab.comparison.page import page
-from frostlab.comparison.pairing import check_records, first_run, how_made, unlike
 from frostlab.comparison.plan import Plan
 from frostlab.comparison.runner import (
     ComparisonFolder,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from frostlab.comparison.evidence import read_plan
-from frostlab.comparison.looks import Look, Looks, Results, take_look
+from frostlab.comparison.judging.looks import Look, Looks, Results, take_look
 from frostlab.comparison.plan import SCHEMA, Arm, Plan
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.matrix.places import Opened, Places, executor_in

@@ -17,13 +17,13 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from frostlab.comparison.evidence import TunedSetting, TuningPoint
+from frostlab.comparison.judging.statistics import t_critical
 from frostlab.comparison.plan import Arm, Plan
 from frostlab.comparison.runner import ArmTask, Finished, Runner, alternated
-from frostlab.comparison.statistics import t_critical
 from frostlab.errors import BadInput
 from frostlab.recipe.settings import metric_facts
+from frostlab.records.finding.index import is_run
 from frostlab.records.folder import RunRecord
-from frostlab.records.index import is_run
 
 Trial = tuple[tuple[str, float], ...]  # one combination of values: (dotted key, value), …
 Grids = dict[str, tuple[float, ...]]  # setting → its values

@@ -309,7 +309,7 @@ def channel_rows(importance: ArrayLike, channels: Sequence[str]) -> Rows:
     return [{"channel": channels[i], "importance": float(values[i])} for i in order]
 
 
-def draw_channels(rows: Rows, quantity: str = "importance") -> Any:
+def draw_channels(rows: Rows, quantity: str) -> Any:
     """Draw the most important channels as bars, the substitute for a scalp map."""
     alt = _altair()
     return (
@@ -392,7 +392,7 @@ def scalp_rows(
 
 
 def draw_scalp(
-    rows: Rows, cells: Rows, places: Sequence[tuple[float, float]], quantity: str = "importance"
+    rows: Rows, cells: Rows, places: Sequence[tuple[float, float]], quantity: str
 ) -> Any:
     """Draw channel importance on the head, seen from above with the nose up.
 

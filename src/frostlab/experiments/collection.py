@@ -10,7 +10,7 @@ from frostlab.comparison.evidence import Evidence, read_evidence
 from frostlab.errors import BadInput
 from frostlab.experiments.means import task_of
 from frostlab.experiments.summary import SUMMARY, GroupSummary, read_summary
-from frostlab.records.index import is_comparison, is_group
+from frostlab.records.finding.index import is_comparison, is_group
 
 EVIDENCE = "evidence.json"
 

@@ -19,7 +19,7 @@ from frostlab.comparison.evidence import (
     read_evidence,
     stored,
 )
-from frostlab.comparison.statistics import paired, spread
+from frostlab.comparison.judging.statistics import paired, spread
 from frostlab.errors import BadInput
 from frostlab.records.folder import RunRecord
 from frostlab.storage import finite, read_json, write_whole

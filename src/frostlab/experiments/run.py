@@ -36,7 +36,7 @@ from frostlab.models.stand_in import with_stand_ins
 from frostlab.recipe.data import EEGData, PretrainedTokenizer, Synthetic
 from frostlab.recipe.groups import Group, group_from, load_group
 from frostlab.recipe.recipe import Recipe, Scale
-from frostlab.records.index import GROUP
+from frostlab.records.finding.index import GROUP
 from frostlab.records.manifest import MANIFEST, write_manifest
 from frostlab.storage import cache_folder, finite, read_json, write_whole
 from frostlab.text import plain

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from frostlab.comparison.evidence import ArmEvidence, Effect, Evidence, read_evidence
+from frostlab.comparison.judging.statistics import paired
+from frostlab.comparison.judging.verdict import JUDGED, NO_VALUE, Word
 from frostlab.comparison.oelm_json import QUESTIONS, answers
 from frostlab.comparison.plan import LEAST_SEEDS, confounds
-from frostlab.comparison.statistics import paired
-from frostlab.comparison.verdict import JUDGED, NO_VALUE, Word
 from frostlab.errors import BadInput
 from frostlab.experiments.further import FurtherResult
 from frostlab.experiments.plans import (

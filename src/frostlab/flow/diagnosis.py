@@ -26,8 +26,8 @@ from frostlab.flow.judge import (
 )
 from frostlab.flow.measurements import Flow, Report, flows_of
 from frostlab.recipe.settings import metric_facts
+from frostlab.records.finding.index import read_run
 from frostlab.records.folder import RunRecord
-from frostlab.records.index import read_run
 from frostlab.storage import finite
 from frostlab.text import NONE, columns
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from frostlab.errors import BadInput, first_line, nearest, require
 from frostlab.recipe.settings import OPTIMIZERS
-from frostlab.records.folder import RunRecord, effective, read_events
+from frostlab.records.events import effective, read_events
+from frostlab.records.folder import RunRecord
 from frostlab.records.schema import (
     EvaluationEvent,
     Event,
@@ -227,9 +228,9 @@ class Flow:
 
         return judge(self, rules or Rules())
 
-    def frozen_by_accident(self, rules: "Rules | None" = None) -> "dict[str, PartVerdict]":
+    def frozen_by_accident(self) -> "dict[str, PartVerdict]":
         """Return the verdicts on trainable parts that do not learn."""
-        return {name: v for name, v in self.verdicts(rules).items() if v.accident}
+        return {name: v for name, v in self.verdicts().items() if v.accident}
 
     def table(self, width: int | None = None) -> str:
         """Return the parts with the numbers of the last report and the verdicts, as text.

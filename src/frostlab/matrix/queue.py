@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from frostlab.matrix.task import Outcome, Task, disk_problem
-from frostlab.records.index import LOCK
+from frostlab.records.finding.index import LOCK
 from frostlab.storage import is_locked
 
 _POLL_SECONDS = 0.2  # how often signals and requests are looked for

@@ -30,7 +30,7 @@ from frostlab.launcher import AT_ONCE
 from frostlab.matrix.queue import Ended, Reason
 from frostlab.matrix.task import Outcome, Task, disk_problem_in, run_task
 from frostlab.matrix.workers import output_to
-from frostlab.records.index import EVENTS, LOCK, RESULT
+from frostlab.records.finding.index import EVENTS, LOCK, RESULT
 from frostlab.storage import path_inside
 from frostlab.training.progress import Display, Lines
 

@@ -23,7 +23,7 @@ from frostlab.matrix.store import (
     RunState,
     find_matrix,
 )
-from frostlab.records.index import EVENTS, Summary, list_runs
+from frostlab.records.finding.index import EVENTS, Summary, list_runs
 from frostlab.storage import open_regular
 from frostlab.text import joined
 
@@ -187,7 +187,7 @@ def _with_progress(row: RunStatus, runs: Path) -> RunStatus:
 
 def _progress(path: Path) -> tuple[int | None, int | None, float | None, float | None]:
     """Return a run's last step, its largest possible step, last loss and steps per second."""
-    from frostlab.records.folder import LatestEvents  # here, because most runs have ended
+    from frostlab.records.events import LatestEvents  # here, because most runs have ended
     from frostlab.records.schema import ResumeEvent, StageEvent, StepEvent
 
     step = loss = speed = None

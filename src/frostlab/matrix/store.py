@@ -232,7 +232,7 @@ def find_matrix(runs: Path, name: str | None = None) -> MatrixFolder | None:
     return MatrixFolder(runs, name)
 
 
-def find_log(runs: Path, name: str, wait: bool = False) -> Path:
+def find_log(runs: Path, name: str, wait: bool) -> Path:
     """Return the path of a run's newest log, by the run's name or an unambiguous beginning of it.
 
     With `wait`, the path is also returned if a matrix plans the run but has not written a log yet.

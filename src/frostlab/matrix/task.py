@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 from frostlab.errors import BadInput, FrostlabError, first_line
 from frostlab.recipe.recipe import Recipe, differences
-from frostlab.records.folder import RunRecord, finished_status, start_of
+from frostlab.records.events import start_of
+from frostlab.records.folder import RunRecord, finished_status
 from frostlab.storage import write_whole
 from frostlab.text import number
 

@@ -12,9 +12,9 @@ from functools import cached_property
 from pathlib import Path
 
 from frostlab.comparison.evidence import ArmVerdict, Evidence, RunSummary, read_evidence
+from frostlab.comparison.judging.verdict import DOUBTFUL, MEANINGS
 from frostlab.comparison.measures.arms import paired_runs
 from frostlab.comparison.oelm_json import QUESTIONS, arm_key
-from frostlab.comparison.verdict import DOUBTFUL, MEANINGS
 from frostlab.errors import BadInput
 from frostlab.pages import compared_curves as drawn_curves
 from frostlab.pages import compared_facts as facts

@@ -7,7 +7,7 @@ from frostlab.comparison.evidence import VariedFact
 from frostlab.errors import BadInput
 from frostlab.pages.compared_tables import COMPARISON, Row, arm_name, table
 from frostlab.pages.content import Block, Cell, Listing, Paragraph, Table, item, words
-from frostlab.records.annotations import ANNOTATIONS, read_annotations
+from frostlab.records.finding.annotations import ANNOTATIONS, read_annotations
 from frostlab.storage import path_inside
 from frostlab.text import plain
 

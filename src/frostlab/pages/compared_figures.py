@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from frostlab.comparison.evidence import ArmVerdict, Effect, RunSummary, Summary, TunedSetting
-from frostlab.comparison.statistics import t_critical
+from frostlab.comparison.judging.statistics import t_critical
 from frostlab.flow.figures import MEANINGS, NUMBER, SIGNS, ZERO, Grid, grid_of, rows_of
 from frostlab.flow.measurements import Flow, flows_of
 from frostlab.pages import figures

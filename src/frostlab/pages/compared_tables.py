@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from frostlab.comparison.evidence import CONVERGED, QUANTITIES
+from frostlab.comparison.judging.verdict import DOUBTFUL
 from frostlab.comparison.oelm_json import best_key
-from frostlab.comparison.verdict import DOUBTFUL
 from frostlab.matrix.show import HEAD
 from frostlab.pages.content import Block, Cell, Table, is_filled, words
 from frostlab.text import plain

@@ -121,13 +121,13 @@ def _word(word: str, language: str) -> str:
     return plain(translated_word(word, language))
 
 
-def _verdict(verdict: dict[str, Any], language: str = "en") -> str:
+def _verdict(verdict: dict[str, Any], language: str) -> str:
     """Show a verdict's word and, if there is one, its effect."""
     word, effect = _word(verdict["word"], language), verdict["paired"]
     return word + ("" if effect is None else f": {Effect(**effect)}")
 
 
-def _verdict_counts(counts: dict[str, int], language: str = "en") -> str:
+def _verdict_counts(counts: dict[str, int], language: str) -> str:
     return ", ".join(f"{n} {_word(word, language)}" for word, n in counts.items())
 
 

@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from frostlab.errors import BadInput
-from frostlab.records.folder import effective_values
+from frostlab.records.events import effective_values
 from frostlab.records.schema import EvaluationEvent, StepEvent
 
 POINTS = 200  # most points of a curve

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from frostlab.comparison.evidence import CONVERGED
-from frostlab.comparison.verdict import DOUBTFUL
+from frostlab.comparison.judging.verdict import DOUBTFUL
 from frostlab.pages import compared_facts as facts
 from frostlab.pages.compared_tables import (
     COMPARISON,

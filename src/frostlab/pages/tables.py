@@ -63,7 +63,7 @@ def table_files(document: Document) -> dict[str, bytes]:
     return files
 
 
-def figure_csv(figure: Figure, caution: str | None = None) -> bytes:
+def figure_csv(figure: Figure, caution: str | None) -> bytes:
     """Return the data that a figure draws, as CSV."""
     head = list(dict.fromkeys(key for row in figure.rows for key in row))
     rows = [[row.get(key, "") for key in head] for row in figure.rows]

@@ -5,7 +5,7 @@ from pathlib import Path
 from frostlab.comparison.evidence import read_plan
 from frostlab.comparison.plan import SCHEMA, Plan
 from frostlab.pages.content import Block, Cell, Document, Records, Section, Table, item, words
-from frostlab.records.index import RESULT, Summary, is_run, read_run
+from frostlab.records.finding.index import RESULT, Summary, is_run, read_run
 from frostlab.text import NONE, plain
 from frostlab.typed import check_schema
 

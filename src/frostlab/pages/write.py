@@ -25,7 +25,7 @@ from frostlab.pages.document import build_vega, page
 from frostlab.pages.languages.phrases import LANGUAGES
 from frostlab.pages.record import markdown
 from frostlab.pages.tables import table_files
-from frostlab.records.index import is_comparison, is_run
+from frostlab.records.finding.index import is_comparison, is_run
 from frostlab.storage import Lock, file_digest, read_json, remove_temporary
 from frostlab.text import plain, wrapped
 from frostlab.typed import check_schema

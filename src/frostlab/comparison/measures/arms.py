@@ -22,8 +22,8 @@ from frostlab.comparison.evidence import (
     Summary,
     stored,
 )
+from frostlab.comparison.judging.statistics import paired
 from frostlab.comparison.plan import Plan, scale_of
-from frostlab.comparison.statistics import paired
 from frostlab.matrix.show import OverviewRow
 from frostlab.text import NONE
 

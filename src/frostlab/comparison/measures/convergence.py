@@ -20,9 +20,9 @@ from frostlab.comparison.evidence import (
     Summary,
     stored,
 )
-from frostlab.comparison.pairing import Runs
+from frostlab.comparison.judging.pairing import Runs
+from frostlab.comparison.judging.statistics import Paired, paired
 from frostlab.comparison.plan import Rules
-from frostlab.comparison.statistics import Paired, paired
 from frostlab.records.folder import RunRecord
 from frostlab.records.schema import EvaluationEvent
 from frostlab.text import typed

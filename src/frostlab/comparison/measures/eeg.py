@@ -23,8 +23,8 @@ from frostlab.comparison.evidence import (
     Summary,
     stored,
 )
+from frostlab.comparison.judging.statistics import holm, paired, spread
 from frostlab.comparison.plan import Plan
-from frostlab.comparison.statistics import holm, paired, spread
 from frostlab.envelopes.challenge import challenge_scores
 from frostlab.envelopes.scores_json import REPORTED, SCORES
 from frostlab.records.folder import RunRecord

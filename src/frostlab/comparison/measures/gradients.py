@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 
 from frostlab.comparison.evidence import QUANTITIES, Effect, Quantity, Summary, stored
-from frostlab.comparison.pairing import Runs
-from frostlab.comparison.statistics import paired
+from frostlab.comparison.judging.pairing import Runs
+from frostlab.comparison.judging.statistics import paired
 from frostlab.flow.measurements import Flow, flows_of
 
 _FRONT = (0, 1)  # indices of the front layers

@@ -8,7 +8,7 @@ translation is looked up sentence by sentence, and then clause by clause.
 import re
 from functools import cache
 
-from frostlab.comparison.verdict import MEANINGS
+from frostlab.comparison.judging.verdict import MEANINGS
 from frostlab.pages.languages.words import TRANSLATIONS
 
 _FOREIGN = tuple(TRANSLATIONS)

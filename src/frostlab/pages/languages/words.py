@@ -5,7 +5,7 @@ The module `sentences` replaces a name in braces, such as `{numbers}`, by a part
 
 from dataclasses import dataclass
 
-from frostlab.comparison.verdict import Word
+from frostlab.comparison.judging.verdict import Word
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Translation:
     """A word of verdicts in another language."""
 
     word: str
-    meaning: str  # of `comparison.verdict.MEANINGS`
+    meaning: str  # of `comparison.judging.verdict.MEANINGS`
     sentence: str  # of a verdict with this word
 
 

@@ -9,8 +9,8 @@ from frostlab.errors import BadInput
 from frostlab.flow.measurements import Flow, flows_of
 from frostlab.pages.content import Block, Cell, Figure, Records, Table, item, words
 from frostlab.pages.one_run import run_figures
-from frostlab.records.folder import effective, read_events
-from frostlab.records.index import EVENTS, RESULT, dotted
+from frostlab.records.events import effective, read_events
+from frostlab.records.finding.index import EVENTS, RESULT, dotted
 from frostlab.records.schema import (
     EndEvent,
     EvaluationEvent,

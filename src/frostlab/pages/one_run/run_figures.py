@@ -105,7 +105,7 @@ def _small_dots(base: Any, points: Rows, colour: str) -> Any:
     return base.mark_point(filled=True, size=22, opacity=opacity, color=colour)
 
 
-def by_step(points: Rows, stages: Rows, title: str, zero: bool = False) -> Any:
+def by_step(points: Rows, stages: Rows, title: str, zero: bool) -> Any:
     """Draw one quantity of the training steps; points have step, value and text.
 
     With `zero`, the axis begins at 0.

@@ -24,7 +24,7 @@ from frostlab.pages.generated import generated_texts
 from frostlab.pages.one_run import eeg_run, run_facts, run_figures
 from frostlab.pages.one_run.run_facts import CLASSES, DATA, RECIPE, OneRun
 from frostlab.recipe.settings import all_metrics, metric_facts
-from frostlab.records.index import EVENTS, RESULT, read_run, result_of
+from frostlab.records.finding.index import EVENTS, RESULT, read_run, result_of
 from frostlab.records.schema import StepEvent
 from frostlab.text import NONE, plain, short
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from frostlab.comparison.evidence import ArmVerdict
-from frostlab.comparison.verdict import JUDGED
+from frostlab.comparison.judging.verdict import JUDGED
 from frostlab.experiments.collection import Member, read_groups, read_members
 from frostlab.experiments.means import MEANS, By, Mean
 from frostlab.experiments.summary import (

@@ -48,7 +48,7 @@ def evaluation_order(lengths: NDArray[np.int64], batch: int) -> Order:
     return in_batches(np.argsort(-lengths, kind="stable"), batch)
 
 
-def full_batches(lengths: NDArray[np.int64], batch: int, limit: int | None = None) -> Order:
+def full_batches(lengths: NDArray[np.int64], batch: int, limit: int | None) -> Order:
     """Return batches of all examples, longest first, none with more tokens than the first batch.
 
     The first batch has the `batch` longest examples; batches of shorter examples have more. The

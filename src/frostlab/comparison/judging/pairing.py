@@ -23,9 +23,9 @@ from frostlab.comparison.evidence import (
     StageSummary,
     VariedFact,
 )
+from frostlab.comparison.judging.verdict import Scores
 from frostlab.comparison.plan import AFTER_THE_FACT, Plan
 from frostlab.comparison.tuning import Trial, Trials
-from frostlab.comparison.verdict import Scores
 from frostlab.errors import BadInput
 from frostlab.records.environment import comparable_facts, machine_line
 from frostlab.records.folder import RunRecord

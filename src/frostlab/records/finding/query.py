@@ -17,7 +17,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from frostlab.errors import BadInput, nearest
-from frostlab.records.index import Summary, list_runs
+from frostlab.records.finding.index import Summary, list_runs
 from frostlab.text import plain, typed
 
 FACTS: dict[str, Callable[[Summary], Any]] = {

@@ -10,11 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from frostlab.errors import BadInput
-from frostlab.records.annotations import Annotations, read_annotations
 from frostlab.records.environment import read_environment
-from frostlab.records.folder import RunRecord, effective, finished_status, read_events
-from frostlab.records.index import EVENTS, RESULT, Summary, dotted, is_run, read_run, result_of
-from frostlab.records.query import moment_text
+from frostlab.records.events import effective, read_events
+from frostlab.records.finding.annotations import Annotations, read_annotations
+from frostlab.records.finding.index import (
+    EVENTS,
+    RESULT,
+    Summary,
+    dotted,
+    is_run,
+    read_run,
+    result_of,
+)
+from frostlab.records.finding.query import moment_text
+from frostlab.records.folder import RunRecord, finished_status
 from frostlab.records.schema import (
     DataRecord,
     EvaluationEvent,

@@ -8,8 +8,8 @@ from typing import Any
 
 from frostlab.errors import BadInput
 from frostlab.records.environment import comparable_facts, machine_line, read_environment
+from frostlab.records.finding.index import Summary, read_run
 from frostlab.records.folder import RunRecord
-from frostlab.records.index import Summary, read_run
 from frostlab.records.schema import StepEvent
 from frostlab.text import columns, number, plain, typed, wrapped
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from frostlab.errors import BadInput, nearest
-from frostlab.records.annotations import read_annotations
-from frostlab.records.index import LOCK, Summary, list_runs
+from frostlab.records.finding.annotations import read_annotations
+from frostlab.records.finding.index import LOCK, Summary, list_runs
 from frostlab.storage import Lock, read_json
 
 TAGGED = "tagged"  # keeps runs with any tag

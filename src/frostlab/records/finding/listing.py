@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from frostlab.records.index import Summary
-from frostlab.records.query import Group, differing, value_of
+from frostlab.records.finding.index import Summary
+from frostlab.records.finding.query import Group, differing, value_of
 from frostlab.text import NONE, columns, hms, number, plain, short, typed, wrapped
 
 _MARKS = "*†‡§"

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Literal
 
-from frostlab.comparison.plan import LEAST_SEEDS, Rules
-from frostlab.comparison.statistics import (
+from frostlab.comparison.judging.statistics import (
     Numbers,
     Paired,
     Pool,
@@ -27,6 +26,7 @@ from frostlab.comparison.statistics import (
     skewness,
     t_critical,
 )
+from frostlab.comparison.plan import LEAST_SEEDS, Rules
 from frostlab.errors import BadInput, nearest
 from frostlab.text import enumerated
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from frostlab.errors import BadInput, nearest
 from frostlab.records import SCHEMA
-from frostlab.records.annotations import ANNOTATIONS, read_annotations
+from frostlab.records.finding.annotations import ANNOTATIONS, read_annotations
 from frostlab.storage import (
     is_locked,
     open_regular,
@@ -278,7 +278,7 @@ def _unfinished(run: Summary) -> Summary:
 
     Events are read from the last to the first.
     """
-    from frostlab.records.folder import LatestEvents
+    from frostlab.records.events import LatestEvents
     from frostlab.records.schema import EVENTS as KINDS
     from frostlab.records.schema import EvaluationEvent, StageEvent
 

@@ -1,0 +1,1 @@
+"""Judging arms: pairs of runs, statistics, verdicts, and the number of looks at the results."""

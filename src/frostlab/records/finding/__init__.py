@@ -1,0 +1,1 @@
+"""Finding, showing, comparing, marking and cleaning the runs and comparisons in a folder."""
