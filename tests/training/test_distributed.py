@@ -267,7 +267,7 @@ def test_a_process_with_another_order_is_found(tmp_path: Path, free_port: int) -
     given = [str(tmp_path / name) for name in ("program.py", "recipe.yaml", "run")]
     done = Program(*given, processes=2, port=free_port).wait()
     assert done.returncode != 0
-    assert "step 3: the processes did not share the same batches" in done.stderr
+    assert "step 3: the processes have different batches" in done.stderr
     assert RunRecord(tmp_path / "run").result.status == "failed"
 
 

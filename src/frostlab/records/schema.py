@@ -474,7 +474,7 @@ class EndEvent(Event):
 
 @dataclass(frozen=True)
 class FlowPart:
-    """A part of a watched model: the tensors of one role, such as query, in a layer or outside."""
+    """A part of a watched model: tensors of one role in a layer or outside, or of one module."""
 
     name: str  # such as layers[0].query
     peers: str  # a label that all parts of the same role share

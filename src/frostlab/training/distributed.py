@@ -1,4 +1,4 @@
-"""The device, precision and processes of a run, and how the processes share their gradients.
+"""The device, precision and processes of a run, and how the processes combine their gradients.
 
 Models are wrapped in DDP or FSDP. Steps that are captured in CUDA graphs use `GradientSum` instead.
 """

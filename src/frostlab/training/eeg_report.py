@@ -35,7 +35,7 @@ Scores = dict[str, EnvelopeScores]  # scores by split
 
 
 def baseline_scores(signals: Signals) -> Scores:
-    """Return the linear baseline's scores for each split; the baseline is a ridge decoder.
+    """Return the scores of the linear baseline, a ridge decoder, for each reported split.
 
     The scores are cached.
     """

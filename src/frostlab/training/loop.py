@@ -215,12 +215,12 @@ def _wait_for_turn(context: RunContext, turn: Turn) -> None:
 
 
 def _check_order(context: RunContext, progress: Progress) -> None:
-    """Refuse to go on if the processes did not share the same batches.
+    """Refuse to go on if the processes did not take their examples from the same batches.
 
-    Each process digests the rows of the whole batch and trains on its share of them.
+    Each process digests the rows of the whole batch, and trains on some of them.
     """
     if not context.world.same(progress.order):
-        raise FrostlabError(f"step {progress.step}: the processes did not share the same batches")
+        raise FrostlabError(f"step {progress.step}: the processes have different batches")
 
 
 def _steps_per_epoch(context: RunContext) -> int:

@@ -117,8 +117,8 @@ def run(
             `runs`. Without any run, begin one; refuse a finished or diverged run.
         tensorboard: a folder to which TensorBoard event files are written during the run. A scaled
             run, or one with stand-ins, writes them to a subfolder whose name says so.
-        scale: tiny or small: fewer examples, fewer steps and narrower layers; None: the recipe's
-            scale. `settings` win over the scale.
+        scale: tiny or small: fewer examples, fewer steps and narrower layers; full: the
+            unscaled recipe; None: the scale that the recipe sets. `settings` win over the scale.
         stand_in: use built-in data, a learned tokenizer or random weights in place of a data set, a
             tokenizer or a pretrained model that is not available.
         progress: whether to show the progress; None: on a terminal or in a notebook. A
@@ -446,7 +446,7 @@ def _report(context: RunContext, progress: Progress) -> Report:
     With `splits: published`, this split has also selected the weights, and the record says so.
     """
     best_step, audit = progress.best.step, context.current.audit
-    if best_step != progress.step:  # after the last step, the model still has these weights
+    if best_step != progress.step:  # if equal, the model still has the best weights
         wait_for_checkpoints(context)
         load_weights(context.model, best_checkpoint(context.path, progress))
     if audit is not None:

@@ -99,7 +99,7 @@ def order_digest(before: str, rows: Rows) -> str:
     """Return a digest of the examples of all steps up to this one, in order.
 
     `before` is the digest up to the previous step. `rows` has this step's examples in all
-    processes, so the digest does not depend on how the processes share a batch.
+    processes, so the digest does not depend on how a batch is divided among them.
     """
     digest = hashlib.sha256(before.encode())
     digest.update(np.ascontiguousarray(rows, dtype="<i8").data)

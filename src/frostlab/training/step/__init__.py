@@ -91,7 +91,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How several processes share a model and its batches."""
+    """How a model and its batches are divided among several processes."""
 
     sharded: bool = False  # whether FSDP shards the model
     shares_norms: bool = False  # whether there is a SyncBatchNorm

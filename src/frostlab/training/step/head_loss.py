@@ -235,7 +235,7 @@ def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
     Rows with equal ids are added in a fixed order, even on a GPU.
 
     Torch's kernel for the gradient of an embedding sums the rows of each id, in a table with a row
-    for each id that occurs. Those rows are then added to the total, each to another of its rows.
+    for each id that occurs. The rows of this table are then added to different rows of the total.
     """
     ordered, places = ids.int().sort()  # int32 is sorted in half the passes of int64
     # the index of each ordered id among the distinct ids

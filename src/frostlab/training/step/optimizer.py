@@ -167,7 +167,7 @@ def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class KernelAdamW(torch.optim.AdamW):
-    """AdamW for float32 weights on CUDA in one or two kernel launches; it has the state of torch's.
+    """AdamW for float32 weights on CUDA in one or two kernel launches; its state is as in torch's.
 
     As in torch's fused AdamW, `grad_scale` divides gradients and `found_inf` above 0 skips a step.
     If `measures` is set, a step writes the squared norms of each parameter and of its change to
