@@ -15,6 +15,8 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtur
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         monkeypatch.setattr(sys, "argv", ["frostlab", *arguments])
+        # under `python -m pytest`, usage lines would name pytest
+        monkeypatch.setattr(sys.modules["__main__"], "__package__", None)
         code: object = 0
         try:
             main()
