@@ -39,7 +39,7 @@ def score(options: argparse.Namespace, trial: int, seed: int) -> dict[str, Any]:
     if not (folder / "result.json").exists():
         fl.run(recipe, out=folder, data_dir=options.data_dir, resume=folder.exists())
     row = {"trial": trial, "seed": seed}
-    scores = dict(RunRecord(folder).envelope_scores()[0]["report"])
+    scores = dict(RunRecord(folder).envelope_scores[0]["report"])
     scores["ridge, all others"] = ridge_of_all_others(recipe, options.data_dir)
     for name, decoder_scores in scores.items():
         summary = decoder_scores.summary

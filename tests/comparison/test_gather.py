@@ -186,7 +186,7 @@ def test_subjects_are_pairs(heard: fl.Comparison, split: str, people: int) -> No
     z = {}
     for arm in ("v1", "v2"):
         scores = [
-            RunRecord(heard.folder / "runs" / f"{arm}-s{s}").envelope_scores()[0][split]
+            RunRecord(heard.folder / "runs" / f"{arm}-s{s}").envelope_scores[0][split]
             for s in (0, 1)
         ]
         of_seeds = [[np.arctanh(each.r) for each in one["model"].subjects] for one in scores]

@@ -290,7 +290,7 @@ def test_two_processes_train_and_report_as_one(tmp_path: Path, free_port: int) -
     assert two.digests == one.digests
     assert two.result.order_digest == one.result.order_digest
     assert two.metrics == pytest.approx(one.metrics, rel=1e-2, abs=2e-3)
-    assert set(two.envelope_scores()[0]) == {"report", "unseen"}
+    assert set(two.envelope_scores[0]) == {"report", "unseen"}
 
 
 @pytest.mark.slow

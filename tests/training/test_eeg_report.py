@@ -174,7 +174,7 @@ def test_the_report_is_of_whole_recordings_of_the_best_weights(finished: RunReco
     assert finished.result.best.metric == "pearson"
     kept = finished.result.scores["unseen"]["model"]
     assert kept.mean == finished.metrics["pearson_unseen"]
-    assert kept.digest == finished.envelope_scores()[0]["unseen"]["model"].digest
+    assert kept.digest == finished.envelope_scores[0]["unseen"]["model"].digest
 
 
 def test_recordings_are_decoded_without_dropout_from_windows_that_overlap(
@@ -214,7 +214,7 @@ def test_a_run_shows_its_scores_and_refuses_edited_ones(finished: RunRecord) -> 
     shown = show(finished.folder)
     for line in ("subjects not trained on:", "an upper bound on the r", "chance ≤", "  ridge  0."):
         assert line in shown
-    (scores, _), report = finished.envelope_scores(), finished.metrics
+    (scores, _), report = finished.envelope_scores, finished.metrics
     seen, unseen = (scores[split]["model"].segments for split in ("report", "unseen"))
     assert report["challenge"] == pytest.approx(2 / 3 * seen.mean + unseen.mean / 3)
     assert (report["segment_pearson"], report["segment_std"]) == (seen.mean, seen.std)
@@ -235,7 +235,7 @@ def test_a_run_shows_its_scores_and_refuses_edited_ones(finished: RunRecord) -> 
             path.write_text(json.dumps(said))
             assert "these scores were edited" in show(finished.folder)
             with pytest.raises(BadInput, match="scores.json: these scores were edited"):
-                finished.envelope_scores()
+                RunRecord(finished.folder).envelope_scores
     finally:
         path.write_text(text)
 
@@ -306,7 +306,7 @@ def test_killed_and_resumed_it_is_the_same_bit_for_bit(
     assert not (tmp_path / "run" / "result.json").exists()
     assert attempt(recipe, tmp_path / "run") == 0
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
-    stopped, whole = (RunRecord(tmp_path / name).envelope_scores()[0] for name in ("run", "whole"))
+    stopped, whole = (RunRecord(tmp_path / name).envelope_scores[0] for name in ("run", "whole"))
     assert stopped["report"]["model"].digest == whole["report"]["model"].digest
 
 
@@ -464,7 +464,7 @@ def test_the_challenges_folder_trains_and_reports(tmp_path: Path) -> None:
         },
     )
     record = run(recipe, out=tmp_path / "run")
-    assert set(record.envelope_scores()[0]) == {"report"}
+    assert set(record.envelope_scores[0]) == {"report"}
     simulated = fit_ridge(data.splits["train"].recordings, data.rate)
     r = [np.arctanh(pearsonr(simulated.predict(each), each.envelope)[0])
          for each in data.splits["report"].recordings]  # fmt: skip

@@ -392,8 +392,9 @@ class RunRecord:
             raise BadInput(f"{path}: classes should have as many values as labels")
         return predictions
 
+    @cached_property
     def envelope_scores(self) -> tuple["Scores", dict[str, float]]:
-        """Return the scores of an EEG run by split and decoder, and an upper bound by split.
+        """The scores of an EEG run by split and decoder, and an upper bound by split.
 
         No decoder can have a correlation r above the bound; a split without a bound is left out.
         """

@@ -180,7 +180,7 @@ def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
             f"{folder} is a run for {recipe.data.task}; a page with figures needs a run that "
             "decodes EEG"
         )
-    scores, best = record.envelope_scores()
+    scores, best = record.envelope_scores
     signals = prepare(recipe, data_dir)
     assert isinstance(signals, Signals)
     check_same_data(record, signals)

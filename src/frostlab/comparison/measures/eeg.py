@@ -45,7 +45,7 @@ def subject_tests(
     """
     left_out = {(pair.arm, pair.seed) for pair in refused}
     scores = {
-        (arm.name, seed): record.envelope_scores()[0]
+        (arm.name, seed): record.envelope_scores[0]
         for arm in plan.arms
         for seed in plan.seeds
         if (arm.name, seed) in records.keys() - left_out
@@ -144,7 +144,7 @@ def segment_scores(
             continue
         if not (record.folder / SCORES).exists():
             continue
-        scores, _ = record.envelope_scores()
+        scores, _ = record.envelope_scores
         challenge = challenge_scores(scores)["model"]
         values = {"score": challenge.score}
         for group, segments in (("seen", challenge.seen), ("unseen", challenge.unseen)):

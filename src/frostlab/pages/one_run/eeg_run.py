@@ -48,7 +48,7 @@ def blocks(folder: Path, records: Records, problems: list[str]) -> list[Block]:
 def _subjects(folder: Path, records: Records) -> list[Block]:
     shown: list[Block] = []
     rows = []
-    scores, best = RunRecord(folder).envelope_scores()
+    scores, best = RunRecord(folder).envelope_scores
     for split, decoders in scores.items():
         for decoder in decoders:
             at = ("splits", split, decoder, "summary")
@@ -101,7 +101,7 @@ def of_arms(folder: Path, runs: Mapping[str, str]) -> list[Figure]:
     for arm, run in runs.items():
         try:
             place = path_inside(folder, run)
-            scores[arm], _ = RunRecord(place).envelope_scores()
+            scores[arm], _ = RunRecord(place).envelope_scores
             envelopes[arm], heard = _envelopes(place)
             for figure in _electrodes(place, Records(place))[:1]:
                 maps.append(replace(
