@@ -262,7 +262,7 @@ def _check_scores(content: bytes, folder: Path) -> None:
     run = _run(folder, **{"scores.json": content, "result.json": result})
     record = RunRecord(run)
     scores_lines(run, record.result.scores)
-    record.envelope_scores
+    _ = record.envelope_scores
 
 
 # Checkpoints

@@ -235,7 +235,7 @@ def test_a_run_shows_its_scores_and_refuses_edited_ones(finished: RunRecord) -> 
             path.write_text(json.dumps(said))
             assert "these scores were edited" in show(finished.folder)
             with pytest.raises(BadInput, match="scores.json: these scores were edited"):
-                RunRecord(finished.folder).envelope_scores
+                _ = RunRecord(finished.folder).envelope_scores
     finally:
         path.write_text(text)
 
