@@ -4,6 +4,8 @@ A selection is a path of filters in this order; at least one filter is required:
 
     [!] [stack .] [layers[…] .] [cross | self .] [role | all] [. weight | bias]
 
+A selection selects parts: parameters, or the rows of a parameter that have one role. A stack is a
+sequence of layers; stacks have names if a model has several, such as `encoder` and `decoder`.
 Several selections form a union. A selection with `!` is negative: it removes its parts from the
 union, or from all parts if every selection is negative.
 """

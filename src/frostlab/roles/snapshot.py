@@ -1,6 +1,7 @@
 """The anatomy of a model as users see it: parts, layers, counts, selections and a table.
 
-A part is a parameter, or the rows of a parameter that have one role, such as query.
+A part is a parameter, or the rows of a parameter that have one role, such as query. A stack is a
+sequence of layers; an encoder-decoder has two.
 """
 
 from collections.abc import Collection, Iterator, Sequence

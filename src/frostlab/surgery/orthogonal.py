@@ -52,8 +52,9 @@ def orthogonalize(
         scope: "head" makes the rows of each head orthonormal, "matrix" all rows of the matrix.
         source: "weights" factorises the current values, "gaussian" a draw from `seed`. "identity"
             draws nothing: the rows of all heads, in order, become the rows of the identity, which
-            are repeated if there are more rows than columns; so heads may be equal. A head with
-            more rows than columns becomes the identity with rows of zeros below it.
+            are repeated if there are more rows than columns; so heads may be equal. A head, or
+            with scope="matrix" the matrix, that has more rows than columns becomes the identity
+            with rows of zeros below it.
     """
     _check_choice("scope", scope, ("head", "matrix"))
     _check_choice("source", source, ("weights", "gaussian", "identity"))

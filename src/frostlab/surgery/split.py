@@ -173,7 +173,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _trainable_columns(grad: Tensor, rows: Rows | None) -> list[Tensor]:
     """Return the columns of an output gradient (N, out) that belong to trainable rows.
 
-    The result has one view per span, (N, span) or, for interleaved columns, (N, repeats, span).
+    The result has one view per span of `rows`, (N, span) or, if interleaved, (N, repeats, span).
     Except for half precision on a GPU, where a batched matmul is faster, interleaved columns are
     copied into one tensor (N, columns), because one matmul over the copy is faster.
     """

@@ -50,7 +50,8 @@ class Side:
     feature_axis: int  # the axis of the entries of one vector
     contractions: list[Contraction] = field(default_factory=list)
     bare: list[Use] = field(default_factory=list)  # parameters used without a projection
-    sources: set[Node] = field(default_factory=set)  # nodes that its projections' inputs come from
+    # nodes, or ids of parameters, that the inputs of its projections come from
+    sources: set[Node] = field(default_factory=set)
     groups: list[Group] = field(default_factory=list)  # its heads
     factors: dict[int, "Factor"] = field(default_factory=dict)  # node id → earlier projection
 
@@ -61,7 +62,7 @@ class Factor:
 
     contraction: Contraction
     roles: set[str]
-    rows: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)  # as in `Touched`
+    rows: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)  # as in `dependence.Touched`
 
 
 @dataclass(eq=False)
@@ -284,7 +285,8 @@ class Attentions:
         every: list[dict[str, Side]] = []
         hidden = False
         added: list[Use] = []
-        earlier = self._asks.keys() & scores  # as in residual attention
+        # products that an earlier attention has, too, as in residual attention
+        earlier = self._asks.keys() & scores
         earlier = set() if len(earlier) == len(scores) else earlier
         for product in scores:
             edges = graph.operands(product)
@@ -361,7 +363,7 @@ class Attentions:
         return listed
 
     def _positions_of(self, side: Side) -> list[Contraction]:
-        """Return the projections that make an operand from parameters alone; else an empty list."""
+        """Return the contractions that make a side of parameters and constants only; else none."""
         graph = self.graph
         made = []
 
@@ -484,7 +486,7 @@ class Attentions:
         """Raise an error if probabilities are multiplied together before they weigh the values.
 
         Args:
-            known: ids of the parameters that the attentions claim.
+            known: ids of the parameters that queries, keys and values are computed from.
         """
         graph = self.graph
         for attention in self.found:
@@ -593,6 +595,6 @@ class Attentions:
         attention.factors = [
             factor for factor in known.values()
             if len(factor.roles) < len(attention.sides)
-            # In cross-attention, a projection of keys and values prepares the other sequence.
+            # In cross-attention, what key and value share is a projection of the other sequence.
             and not (attention.cross and factor.roles == {"key", "value"})
         ]  # fmt: skip

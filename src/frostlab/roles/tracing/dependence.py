@@ -33,7 +33,8 @@ from frostlab.roles.tracing.trace import Use
 # an alias to a mask for each of its axes: the indices at which there is a gradient.
 Touched = dict[int, tuple[Tensor, ...]]
 Key = tuple[tuple[int, tuple[bytes, ...]], ...]  # a Touched as bytes, for comparisons
-Blocked = Sequence[tuple[Node, Sequence[int]]]  # nodes, and which of their operands
+# nodes, and the numbers of their operands through which no gradient may go
+Blocked = Sequence[tuple[Node, Sequence[int]]]
 _MOST_STARTS = 32  # most vectors of a query, key or value from which the search for heads starts
 _TRIES = 8  # most indices of scores that are tried
 _LONG = 16  # along an axis longer than this, only some vectors are examined
@@ -41,7 +42,7 @@ _LONG = 16  # along an axis longer than this, only some vectors are examined
 
 @dataclass(frozen=True)
 class Group:
-    """Vectors of a side that are computed from the same rows: a head."""
+    """Vectors of a query, key or value that are computed from the same rows: a head."""
 
     vectors: tuple[tuple[int, ...], ...]  # indices of some of them, without the feature axis
     rows: Touched
@@ -75,7 +76,8 @@ def _touched_outputs(
 ) -> Touched:  # fmt: skip
     """Do the same as `touched`, but faster: for plain projections, use their outputs' gradients.
 
-    Column r of such an output is computed from row r of the weight and of the bias.
+    Column r of such an output is computed from entry r of the bias and from row r of the weight or,
+    in `x @ weight`, from its column r.
     """
     rows: dict[int, tuple[Tensor, ...]] = {}
     outputs = [GradientEdge(contraction.node, 0) for contraction in contractions]
@@ -313,7 +315,7 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the value at an edge, with `seed` as the upstream gradient.
 
-    They do not go through the operands at the `blocked` edges, e.g. into the layer before.
+    They do not go through the `blocked` operands, e.g. into the layer before.
     """
     handles = [_block(node, operands) for node, operands in blocked]
     try:

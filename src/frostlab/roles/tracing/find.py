@@ -1,8 +1,9 @@
 """The roles of a model's parameters, found by evidence: a watched forward pass, then a test.
 
-`find_roles` runs a copy of the model, reads query, key and value from the graph, tests them by
-changing rows (`verify`), and gives the other parameters roles by their places in the graph. A model
-whose evidence contradicts itself is refused.
+`find_roles` runs a copy of the model, reads query, key and value from the autograd graph, tests
+them by changing rows (`verify`), and gives the other parameters roles by their places in the graph.
+A model whose evidence contradicts itself is refused. A slot is a parameter of the unmodified model;
+its pieces are the parameters that store its rows if it has been split.
 """
 
 import warnings
@@ -64,7 +65,7 @@ class Found:
     unreached: tuple[str, ...]  # parameters whose role the passes do not show
     # names of each attention's projections, and of its output projections
     attention_names: tuple[tuple[list[str], list[str]], ...] = ()
-    copied: bool = False  # whether a small copy of the model was probed
+    copied: bool = False  # whether a small copy was read instead of the model
 
 
 def find_roles(model: nn.Module, slots: Sequence[Slot], batch: Any = None) -> Found:
@@ -270,7 +271,7 @@ def _refuse_without_history(
 
 
 def _silent(attentions: Attentions, findings: Mapping[int, Finding]) -> set[int]:
-    """Return ids of attentions' projections that no head claims, e.g. because their input is 0."""
+    """Return ids of attentions' projections that no head depends on, e.g. if their input is 0."""
     return {
         use.parameter
         for attention in attentions.found for side in attention.sides.values()

@@ -89,7 +89,7 @@ class Graph:
         return None if parent is None else GradientEdge(parent, number)
 
     def use(self, node: Node) -> Use | None:
-        """Return the use of a parameter that a leaf stands for; None if it stands for none."""
+        """Return the use of a parameter (`trace.Use`) that a leaf stands for, or None."""
         variable = getattr(node, "variable", None)
         return None if variable is None else self.trace.uses.get(id(variable))
 
@@ -108,7 +108,8 @@ class Graph:
     def weight_only(self, node: Node) -> bool:
         """Return whether a node is computed from parameters alone.
 
-        Matrix products, convolutions, lookups and softmaxes of parameters do not count.
+        The results of matrix products, convolutions, lookups and softmaxes, even of parameters, do
+        not count as such.
         """
         known = self._weight_only.get(node)
         if known is not None:

@@ -140,7 +140,7 @@ class _Named(Facts):
     ) -> list[tuple[Arguments, int | None, int]]:
         """Return at most two offers that the model can turn into features.
 
-        With each: the id of the placeholder token, if any, and the number of them in each sample.
+        With each: the id of the placeholder token, if any, and how often a sample has this token.
         """
         method = self.feature_method(kind)
         if method is None:

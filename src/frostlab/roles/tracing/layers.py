@@ -25,7 +25,8 @@ class Layers:
         Args:
             dimensions: name of a parameter → its number of axes, for all parameters.
             attentions: the names of query, key and value of each attention, and of its output.
-            runs: path of a module → the numbers of the calls at which it began to run.
+            runs: path of a module → the calls at which it began to run, by their numbers in
+                `trace.Trace.records`.
         """
         pairs = [(list(inputs), list(outputs)) for inputs, outputs in attentions]
         self._stems = _stems(list(dimensions), [inputs for inputs, _ in pairs])
@@ -97,8 +98,8 @@ class Layers:
 
         If no module is repeated, any numbered module counts; empty without numbered modules.
 
-        A module of a list is repeated if another module of the list has parameters of the same
-        names, or at least the same matrices outside the attention, or if it is alone in the list.
+        A module of a list is repeated if another module of the list has parameters of mostly the
+        same names, or the same matrices outside the attention, or if it is alone in the list.
         In T5, each layer holds a list of different modules, which are not repeated; the layers are.
         """
         if not names:

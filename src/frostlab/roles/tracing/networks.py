@@ -145,7 +145,7 @@ class Networks:
     def _unclaimed(
         self, contraction: Contraction, edge: GradientEdge
     ) -> dict[int, tuple[int, Tensor]] | None:
-        """Return the rows of a weight that a value depends on; None if no attention claims it."""
+        """Return the rows of a claimed weight on which an activation depends; else None."""
         if not self.is_claimed(contraction):
             return None
         uses = [u for u in (*contraction.weights, *contraction.bias) if u.parameter in self.claimed]

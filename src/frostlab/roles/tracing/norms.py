@@ -178,7 +178,7 @@ class Norms:
             ]
 
     def _combine(self, step: Step, result: Tensor) -> None:
-        """Record a value computed from statistics alone, and from constants such as counts."""
+        """Record a value computed from statistics and, perhaps, constants such as counts."""
         pairs = list(zip(step.values, step.keys, strict=True))
         constants = [(v, k) for v, k in pairs if k not in self._statistics and v.numel() != 1]
         if any(self._varies(value, key) for value, key in constants):

@@ -33,7 +33,7 @@ _PARTS = {"Select", "Unbind", "Split", "SplitWithSizes", "Slice", "Index"}
 
 @dataclass
 class Around(Networks):
-    """Finds the roles of all parameters that no attention claims."""
+    """Finds the roles of all parameters that no attention claims as query, key or value."""
 
     pooling: set[Node] = field(default_factory=set)  # projections that weigh tokens
 

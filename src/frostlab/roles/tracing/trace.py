@@ -61,7 +61,8 @@ class Record:
     node: Any = None  # the graph node that made the result
     indices: Tensor | None = None  # for an embedding: the indices that were looked up
     given: bool = False  # whether the indices are an input of the model, but not one of positions
-    held: int | None = None  # which of its tensors is a norm's statistic; `result` has its value
+    # which tensor among its arguments is a norm's statistic; `result` is then that tensor's value
+    held: int | None = None
 
 
 @dataclass

@@ -2,8 +2,9 @@
 
 To move a row is to change its values. Every head of every role gets a binary code, and for each bit
 there are two passes: one moves the heads whose bit is 1, the other the heads whose bit is 0.
-In each pass, the vectors of a head must change if and only if its rows were moved, in all layers.
-Rows of the same weights that no head claims are moved in every pass and must change nothing.
+In each pass, the vectors of a head (its queries, keys or values) must change if and only if its
+rows were moved, in all layers. Rows of the same weights that belong to no head are moved in every
+pass and must change nothing.
 """
 
 import math
@@ -152,7 +153,7 @@ def _sums_after(graph: Graph, attentions: Attentions, result: Node) -> list[Node
 
 
 def _moved(values: Tensor, finding: Finding, moved: set[Unit]) -> Tensor:
-    """Return a parameter with the rows of these heads moved, and the rows that no head claims."""
+    """Return a parameter with the rows of these heads moved, and those that belong to no head."""
     values = noisy(values) if values.numel() <= 1 << 16 else values
     axis = finding.axis or 0
     size = values.shape[axis] if values.ndim else 1
