@@ -105,6 +105,7 @@ MISTRAL_LARGE4: dict[str, Any] = {
     "kv_source_layers": [0, 1, 2, 3],
 }
 HUNYUAN_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1, 1]}
+
 # What a type needs beyond the names above; a dotted name is that of a sub-config.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "detr": RESNET, "conditional_detr": RESNET, "dab-detr": RESNET, "deformable_detr": RESNET,
@@ -123,6 +124,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
                "n_groups": 2, "chunk_size": 4},
     "sapiens2": {"num_key_value_heads_per_layer": [4, 2]},
     "sam3_lite_text_text_model": {"num_hidden_layers": 4},  # the first and last have no attention
+    "longcat_flash": {"zero_expert_num": 1},
     "step3p7": {"text_config.sliding_window": 4},
     "glm5_next_text": {"index_topk": 4, "index_kpool": 2},
     "glm5_next": {"text_config.index_topk": 4, "text_config.index_kpool": 2},
