@@ -104,6 +104,8 @@ MISTRAL_LARGE4: dict[str, Any] = {
     "no_rope_layers": [1, 1, 1, 0],
     "kv_source_layers": [0, 1, 2, 3],
 }
+HUNYUAN_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1, 1]}
+
 # What a type needs beyond the names above; a dotted name is that of a sub-config.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "detr": RESNET, "conditional_detr": RESNET, "dab-detr": RESNET, "deformable_detr": RESNET,
@@ -120,7 +122,14 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "perceiver": {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 2},
     "mamba2": {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "expand": 2, "state_size": 8,
                "n_groups": 2, "chunk_size": 4},
-    "sapiens2": {"num_key_value_heads": 4},
+    "sapiens2": {"num_key_value_heads_per_layer": [4, 2]},
+    "sam3_lite_text_text_model": {"num_hidden_layers": 4},  # the first and last have no attention
+    "longcat_flash": {"zero_expert_num": 1},
+    "step3p7": {"text_config.sliding_window": 4},
+    "glm5_next_text": {"index_topk": 4, "index_kpool": 2},
+    "glm5_next": {"text_config.index_topk": 4, "text_config.index_kpool": 2},
+    "hunyuan_vl_text": {"rope_parameters": HUNYUAN_ROPE},
+    "hunyuan_vl": {"text_config.rope_parameters": HUNYUAN_ROPE},
     "gemma3n_text": {
         "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2, "activation_sparsity_pattern": None,

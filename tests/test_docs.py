@@ -67,7 +67,8 @@ def test_the_description_example_runs(capsys: pytest.CaptureFixture[str]) -> Non
     found, registering = blocks("docs/architectures.md")
     registered = dict(_by_class)
     exec(found, {})
-    assert "found by a probe of 2 attentions, tested in" in capsys.readouterr().out
+    (evidence,) = re.findall(r"evidence\)  # (.*)", found)
+    assert capsys.readouterr().out.startswith(f"{evidence}\n")
     try:
         exec(registering, {})
     finally:
@@ -134,7 +135,7 @@ def test_the_document_of_architectures_lists_every_table() -> None:
     from frostlab.roles.description import known_types
 
     text = (ROOT / "docs/architectures.md").read_text()
-    listed = text.split("## Architectures in tables")[1].split("\n# ")[0]
+    listed = text.split("## Architectures in tables")[1].split("\n## ")[0]
     for kind in known_types():
         if kind not in ("clip_text_model", "clip_vision_model"):
             assert re.search(rf"(?<![\w-]){re.escape(kind)}(?![\w-])", listed), kind
@@ -212,7 +213,7 @@ NO_LIMITS = {  # they bound what is shown, computed or done at once, or an argum
     "matrix.slots._MOST_AT_ONCE", "matrix.slurm_jobs._MOST_JOBS",
     "recipe.bounded_yaml._MOST_SHOWN", "recipe.load._MOST_NAME", "recipe.load._MOST_TEXT",
     "roles.read._MOST_PATHS", "roles.tracing.dependence._MOST_STARTS",
-    "roles.tracing.find._MOST_CALLS", "roles.tracing.small.MOST_LAYERS",
+    "roles.tracing.inputs.MOST_CALLS", "roles.tracing.small.MOST_LAYERS",
     "timing.flops._MOST_FLOPS_PER_BYTE", "timing.interleave.MOST_BATCHES",
     "timing.interleave._MOST_BLOCKS",
 }  # fmt: skip

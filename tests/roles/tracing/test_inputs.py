@@ -1,15 +1,17 @@
 """Inputs of a small forward pass are guessed: Hugging Face, torch.nn and hand-written models."""
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import frostlab as fl
 from cases import slow_unless
 from frostlab.roles.tracing.facts import Call
-from frostlab.roles.tracing.inputs import candidate_inputs, no_inputs
+from frostlab.roles.tracing.inputs import MOST_CALLS, candidate_inputs, no_inputs
 from small_types import small_model
 
 FAST = (
@@ -52,6 +54,14 @@ def test_a_model_runs_on_a_guess_and_nothing_moves(kind: str) -> None:
     call = first_that_runs(model)
     assert "output_attentions" not in call.kwargs
     assert call.kwargs.get("use_cache", False) is False
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_text_alone_is_tried_although_many_layouts_of_images_and_sound_come_first() -> None:
+    model = small_model("gemma4")  # its config names images and sound, but the model has neither
+    tried = list(islice(candidate_inputs(model), MOST_CALLS))
+    assert any(set(call.kwargs) <= {"input_ids", "use_cache"} for call in tried)
+    assert fl.anatomy(model).select("query")
 
 
 def test_text_has_two_samples_of_six_words_without_special_ones() -> None:

@@ -379,3 +379,27 @@ def test_an_output_expert_that_gets_no_tokens() -> None:
     said = roles(Model(lambda: Block(ByExperts())))
     assert {said[f"blocks.{i}.mix.o.{e}"] for i in range(2) for e in range(3)} == {"output"}
     assert said["blocks.0.mix.q"] == "query"
+
+
+class MaskedSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> Tensor:
+        shares = scores.softmax(-1)
+        ctx.save_for_backward(shares)
+        return shares
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (shares,) = ctx.saved_tensors
+        kept: Tensor = shares * grads[0]
+        return kept - shares * kept.sum(-1, keepdim=True)
+
+
+def own_softmax(extra: Tensor, x: Tensor, sides: Sides) -> Tensor:
+    q, k, v = sides
+    return MaskedSoftmax.apply(q @ k.mT) @ v
+
+
+def test_a_function_that_may_hide_the_softmax_is_named() -> None:
+    with pytest.raises(fl.UnknownArchitecture, match="MaskedSoftmax, a function of autograd"):
+        roles(Model(lambda: Block(Style(own_softmax))))

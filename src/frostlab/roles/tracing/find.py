@@ -28,7 +28,7 @@ from frostlab.roles.tracing.claims import (
 )
 from frostlab.roles.tracing.facts import Call
 from frostlab.roles.tracing.graph import CHECKPOINT, Graph, Node
-from frostlab.roles.tracing.inputs import candidate_inputs, no_inputs
+from frostlab.roles.tracing.inputs import MOST_CALLS, candidate_inputs, no_inputs
 from frostlab.roles.tracing.layers import Layers
 from frostlab.roles.tracing.small import Small, small_copy
 from frostlab.roles.tracing.surroundings import Around
@@ -38,7 +38,6 @@ from frostlab.roles.undisturbed import RunsItself
 
 _LARGE = 300_000_000  # a model with more parameters is read from a small copy, if one can be built
 _SMALL = 1 << 16  # parameters of a small copy get noise if they have at most this many entries
-_MOST_CALLS = 12  # most guesses of inputs that are tried
 _RECOMPUTED = "its layers are recomputed, so they are not seen; turn torch.utils.checkpoint off"
 _SCANS = {"Cumsum", "Cumprod", "Logcumsumexp"}
 
@@ -197,7 +196,7 @@ def _roles_in(
         unused = [s.name for s in slots if not any(id(p.parameter) in used for p in s.pieces)]
         raise Indescribable(
             "its forward pass has no attention (a product of two activations, a softmax and a "
-            "product with a third)" + _pass_another(unused)
+            "product with a third)" + _hidden_by(graph) + _pass_another(unused)
         )
     owners = _owners(slots)
     names = {key: slot.name for key, (slot, _) in owners.items()}
@@ -236,6 +235,12 @@ def _roles_in(
     _name_first_norms(placements, layers)
     _refuse_without_history(graph, slots, placements)
     return Found(placements, len(attentions.found), passes, tuple(unreached), pairs)
+
+
+def _hidden_by(graph: Graph) -> str:
+    """Name a function of autograd that may hide an attention, such as a softmax of the user's."""
+    names = sorted({graph.kind(node) for node in graph.nodes if graph.is_custom(node)})
+    return f"; what {names[0]}, a function of autograd, does is not seen" if names else ""
 
 
 def _pass_another(unused: Sequence[str]) -> str:
@@ -301,7 +306,7 @@ def _first_pass(model: nn.Module, batch: Any) -> tuple[Call, Trace]:
     calls = candidate_inputs(model) if batch is None else [as_call(batch)]
     furthest, problem = Trace(), None
     for number, call in enumerate(calls):
-        if number >= _MOST_CALLS:
+        if number >= MOST_CALLS:
             break
         trace = Trace()
         try:

@@ -9,6 +9,7 @@ is run, so pass a copy of the model in eval mode: its own code may change its bu
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from frostlab.roles.tracing.facts import (
     parameters_of,
 )
 
+MOST_CALLS = 12  # most guesses that are tried
 LONGEST = 4096  # a table longer than this is not taken for one of positions
 _TEXT_NAMES = ("input_ids", "idx", "ids", "tokens", "token_ids", "inputs_ids", "text")
 
@@ -85,7 +87,7 @@ class _Named(Facts):
         if self.main in self.parameters and self.main not in self.required:
             self.required = [self.main, *self.required]
         if "input_ids" in self.parameters:
-            yield from self.mixed()
+            yield from islice(self.mixed(), MOST_CALLS - 1)  # text alone is tried, too
         if "pixel_values_videos" in self.required:
             films = self.number("num_frames", "frames_per_clip", default=4)
             for shape in ((BATCH, films), (BATCH, 16)):
