@@ -32,8 +32,7 @@ from frostlab.bench.peers import (
 )
 from frostlab.bench.trainer_run import Classifier
 from frostlab.bench.workloads import BenchSettings, first_batch_only
-from frostlab.data.eeg.recordings import as_token_data
-from frostlab.data.prepare import prepare
+from frostlab.data.prepare import as_token_data, prepare
 from frostlab.data.tokens import Prepared
 from frostlab.errors import FrostlabError
 from frostlab.models.build import build_for

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from frostlab.bench.catalogue import Benchmark
-from frostlab.data.eeg.recordings import as_token_data
-from frostlab.data.prepare import prepare
+from frostlab.data.prepare import as_token_data, prepare
 from frostlab.data.tokens import Prepared, Tokens
 from frostlab.devices import captures_graphs, default_precision
 from frostlab.models.gpt import GPT, GPTConfig

@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 from frostlab.comparison.plan import Plan
-from frostlab.data.eeg.recordings import PreparedData
-from frostlab.data.prepare import prepare
+from frostlab.data.prepare import PreparedData, prepare
 from frostlab.devices import (
     captures_graphs,
     choose_device,

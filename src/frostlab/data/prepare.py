@@ -23,7 +23,7 @@ from frostlab.data.builtin import (
     write_synthetic,
 )
 from frostlab.data.eeg.load import load_signals
-from frostlab.data.eeg.recordings import MOST_VALUES, PreparedData
+from frostlab.data.eeg.recordings import MOST_VALUES, Signals
 from frostlab.data.encode import Encoded, encode_labelled, encode_running
 from frostlab.data.files import format_of
 from frostlab.data.sources import Split, SplitPlan, TextData, plan_splits
@@ -82,6 +82,14 @@ MOST_DRAWN = 1 << 26
 VERSION = 2  # version of the files that describe prepared data; raise it when they change
 SHOWN_LABELS = 5  # labels that a note lists
 MOST_PLACES = 10_000  # the most files and folders that are searched for data with a given digest
+
+PreparedData = Prepared | Signals  # a recipe's data, ready to be batched: tokens or EEG
+
+
+def as_token_data(prepared: PreparedData) -> Prepared:
+    """Narrow the type to `Prepared`, in code that runs only for recipes with token data."""
+    assert isinstance(prepared, Prepared)
+    return prepared
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from frostlab.data.eeg.recordings import PreparedData, Signals
-from frostlab.data.prepare import prepare
+from frostlab.data.eeg.recordings import Signals
+from frostlab.data.prepare import PreparedData, prepare
 from frostlab.devices import choose_device, release_cached_memory, synchronize
 from frostlab.errors import FrostlabError, first_line
 from frostlab.models.build import recipe_blueprint

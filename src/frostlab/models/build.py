@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from frostlab.data.builtin import PACKAGES, synthetic_vocabulary
-from frostlab.data.eeg.recordings import PreparedData, Signals
+from frostlab.data.eeg.recordings import Signals
+from frostlab.data.prepare import PreparedData
 from frostlab.data.sources import PUBLIC_SETS
 from frostlab.data.tokenizers import tokenizer_settings
 from frostlab.errors import BadInput, first_line, nearest

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from frostlab.data.eeg.recordings import PreparedData, Signals
+from frostlab.data.eeg.recordings import Signals
+from frostlab.data.prepare import PreparedData
 from frostlab.data.tokenizers import (
     Encoder,
     load_pretrained,

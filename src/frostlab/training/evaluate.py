@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from frostlab.data.eeg.recordings import PreparedData, as_token_data
+from frostlab.data.prepare import PreparedData, as_token_data
 from frostlab.devices import attention_without_plans, exact_dtype, release_cached_memory, to_device
 from frostlab.errors import BadInput, check_registration, nearest, same_function
 from frostlab.recipe.settings import METRICS, MetricFacts, all_metrics

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from frostlab.data.eeg.recordings import PreparedData
+from frostlab.data.prepare import PreparedData
 from frostlab.errors import BadInput, FrostlabError, UnfinishedRun
 from frostlab.records.checkpoint import PROGRESS, Checkpoint, checkpoint_name, checkpoints_in
 from frostlab.records.folder import RunRecord

@@ -16,7 +16,7 @@ import torch
 import yaml
 from torch import nn
 
-from frostlab.data.eeg.recordings import PreparedData, as_token_data
+from frostlab.data.prepare import PreparedData, as_token_data
 from frostlab.devices import find_device, start_device, use_device
 from frostlab.errors import BadInput, DamagedCheckpoint, FrostlabError
 from frostlab.flow.probe import Gradient

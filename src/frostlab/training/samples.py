@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from frostlab.data.eeg.recordings import as_token_data
+from frostlab.data.prepare import as_token_data
 from frostlab.data.tokens import Tokens
 from frostlab.errors import first_line
 from frostlab.models.sampling import Sampling, continue_texts, position_limit

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from frostlab.data.eeg.recordings import PreparedData, as_token_data
-from frostlab.data.prepare import prepare
+from frostlab.data.prepare import PreparedData, as_token_data, prepare
 from frostlab.data.tokens import Prepared, Tokens
 from frostlab.devices import default_precision, free_bytes
 from frostlab.errors import BadInput, first_line

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from frostlab.data.eeg.recordings import PreparedData
+from frostlab.data.prepare import PreparedData
 from frostlab.errors import BadInput, UnknownArchitecture
 from frostlab.recipe.recipe import AGES, Add, Recipe, StageSettings, stage_names
 from frostlab.recipe.settings import Every, Optim, StepDecay, Supervise, Train

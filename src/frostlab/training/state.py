@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from frostlab.data.eeg.recordings import PreparedData
+from frostlab.data.prepare import PreparedData
 from frostlab.flow.probe import Gradient
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import Metric, metric_facts

@@ -2,7 +2,8 @@
 
 from torch import nn
 
-from frostlab.data.eeg.recordings import PreparedData, Signals
+from frostlab.data.eeg.recordings import Signals
+from frostlab.data.prepare import PreparedData
 from frostlab.recipe.model import EnvelopeLoss
 from frostlab.recipe.recipe import Recipe
 from frostlab.training.batches.batch import token_examples, window_examples

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from frostlab.data.eeg.load import load_undivided, recorded_like
-from frostlab.data.eeg.recordings import PreparedData, Signals
+from frostlab.data.eeg.recordings import Signals
 from frostlab.data.encode import columns_of, encode_split, given_split, recipe_split
-from frostlab.data.prepare import prepare
+from frostlab.data.prepare import PreparedData, prepare
 from frostlab.data.sources import LANGUAGES, Columns, TextData
 from frostlab.data.splits import survey
 from frostlab.data.tokens import Prepared

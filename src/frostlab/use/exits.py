@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 
-from frostlab.data.eeg.recordings import as_token_data
-from frostlab.data.prepare import prepare
+from frostlab.data.prepare import as_token_data, prepare
 from frostlab.data.tokens import Prepared
 from frostlab.devices import choose_device
 from frostlab.errors import BadInput

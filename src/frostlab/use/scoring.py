@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from frostlab.data.eeg.recordings import PreparedData, Signals, Windows
+from frostlab.data.eeg.recordings import Signals, Windows
+from frostlab.data.prepare import PreparedData
 from frostlab.data.tokenizers import Encoder
 from frostlab.data.tokens import Prepared, Tokens
 from frostlab.devices import choose_device

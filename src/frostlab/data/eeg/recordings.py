@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from frostlab.data.arrays import map_npy
 from frostlab.data.split_record import FileRecord, SplitRecord
-from frostlab.data.tokens import Prepared, load_facts, save_facts
+from frostlab.data.tokens import load_facts, save_facts
 from frostlab.errors import BadInput
 from frostlab.storage import digest_of
 
@@ -128,15 +128,6 @@ class Signals:
     task: Literal["envelope"] = "envelope"
     labels: None = None  # EEG has no classes
     notes: tuple[str, ...] = ()
-
-
-PreparedData = Prepared | Signals  # a recipe's data, ready to be batched: tokens or EEG
-
-
-def as_token_data(prepared: PreparedData) -> Prepared:
-    """Narrow the type to `Prepared`, in code that runs only for recipes with token data."""
-    assert isinstance(prepared, Prepared)
-    return prepared
 
 
 def windows(

@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from frostlab.data.eeg.recordings import PreparedData, Windows, as_token_data
+from frostlab.data.eeg.recordings import Windows
+from frostlab.data.prepare import PreparedData, as_token_data
 from frostlab.data.tokens import Tokens
 from frostlab.devices import prepares_kernels, to_device
 from frostlab.models.attention import Packing

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import frostlab
-from frostlab.data.eeg.recordings import PreparedData, as_token_data
+from frostlab.data.prepare import PreparedData, as_token_data
 from frostlab.data.tokens import Tokens
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.models.stack import take_apart

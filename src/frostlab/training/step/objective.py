@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frostlab.data.eeg.recordings import PreparedData, as_token_data
+from frostlab.data.prepare import PreparedData, as_token_data
 from frostlab.errors import BadInput
 from frostlab.models.stack import Stack, take_apart
 from frostlab.recipe.settings import Supervise
