@@ -67,7 +67,7 @@ def test_the_description_example_runs(capsys: pytest.CaptureFixture[str]) -> Non
     found, registering = blocks("docs/architectures.md")
     registered = dict(_by_class)
     exec(found, {})
-    (evidence,) = re.findall(r"evidence\)  # (.*)", found)
+    (evidence,) = re.findall(r"evidence\)\n# (.*)", found)
     assert capsys.readouterr().out.startswith(f"{evidence}\n")
     try:
         exec(registering, {})
