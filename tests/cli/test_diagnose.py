@@ -234,7 +234,7 @@ def test_an_eeg_recipe_is_trained_for_epochs_and_judged_by_three_targets(
     assert kept["eeg"]["gradient_norm"]["steps"] == result["steps"] // 2
     again = in_this_process("diagnose", str(run))
     text = " ".join(again.stdout.split())
-    assert f"Gradient/norm in the last {result['steps'] // 2} steps: median" in text
+    assert f"norm of the gradient in the last {result['steps'] // 2} steps: median" in text
     for hint in kept["eeg"]["hints"]:
         assert f"{hint['trouble']}: {hint['text']}" in text
 

@@ -246,7 +246,7 @@ def test_inspect_a_model_of_a_file(name: str, tmp_path: Path, in_this_process: C
     ("name", "message"),
     [
         ("without", "Sequential: its forward pass has no attention"),
-        ("never", "if an attention does, read the model on a batch that reaches it"),
+        ("never", "if an attention has these weights, give a batch that runs it"),
         ("asks", "; read the model on a small batch first, fl.anatomy(model, {'graph'"),
         ("lazy", "Sequential: 0.weight has no shape yet, because it is in a lazy module; run the"),
         ("quantised", "embed.weight is quantised (float8_e4m3fn)"),

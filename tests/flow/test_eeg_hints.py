@@ -50,11 +50,11 @@ def test_the_second_half_of_the_steps_is_checked() -> None:
     assert check is not None
     assert (check.steps, check.median, check.within, check.steady) == (20, 2.0, 0.95, True)
     assert "median 2, 5 % and 95 % quantiles 2 and 2, within 1 to 10 in 95% of" in check.line
-    assert "these steps: steady by the source's rule of thumb (at least 95%)" in check.line
+    assert "these steps: steady by the study's rule of thumb (at least 95%)" in check.line
     unsteady = check_norms([2.0] * 40 + [3.0] * 36 + [11.0, 12.0, 13.0, float("inf")])
     assert unsteady is not None
     assert (unsteady.steps, unsteady.within, unsteady.high) == (40, 0.9, 12.0)
-    assert "in 90% of these steps: not steady by the source's rule of thumb" in unsteady.line
+    assert "in 90% of these steps: not steady by the study's rule of thumb" in unsteady.line
     assert check_norms([]) is None
     assert json.dumps(EEGHints(check_norms([float("inf")]), ()).to_dict(), allow_nan=False)
 
@@ -81,7 +81,7 @@ def test_small_gradients(heard: Path, settings: Path) -> None:
     settings.write_text(text.replace("gradient_scale: 2.0", "gradient_scale: 3.0"))
     (hint,) = found(with_ratio(diagnose(heard), 0.05)).hints
     assert hint.settings == {"optim.lr": 2e-4}
-    assert hint.text.endswith("the source tries optim.lr=0.0002 (here 0.0001)")
+    assert hint.text.endswith("the study tries optim.lr=0.0002 (here 0.0001)")
     settings.write_text(settings.read_text().replace("lr: 0.0001", "lr: 0.001"))
     (hint,) = found(with_ratio(diagnose(heard), 0.05)).hints
     assert hint.settings == {}
@@ -102,16 +102,16 @@ def test_gradients_above_the_range(heard: Path, monkeypatch: pytest.MonkeyPatch)
     loud = replace(event, norm=[20.0] * len(event.norm))
     monkeypatch.setattr(fl.RunRecord, "events", lambda record, kind: [loud])
     (hint,) = found(diagnosis).hints
-    assert hint.trouble == "Gradient/norm is above 10 (95 % quantile 20)"
+    assert hint.trouble == "the norm of the gradient is above 10 (95 % quantile 20)"
 
 
-def test_no_gain_shows_switches_ratio_and_weights(heard: Path) -> None:
+def test_no_gain_shows_settings_gradients_and_weights(heard: Path) -> None:
     diagnosis = replace(with_ratio(diagnose(heard), 0.2), value=0.22)
     change = next(iter(diagnosis.flows.values())).depth_ratios().weight_change
     (hint,) = found(diagnosis).hints
     assert hint.trouble == "validation pearson 0.22 (wanted > 0.3)"
-    assert "model.residual gated, model.head mlp, model.gradient_scale 2" in hint.text
-    assert f"gradient 0.2) and the weights (front weight change {change:.4g})" in hint.text
+    assert "model.residual=gated, model.head=mlp, model.gradient_scale=2" in hint.text
+    assert f"gradient (0.2) and the front weight change ({change:.4g})" in hint.text
 
 
 def test_other_runs_have_no_rules_of_thumb(tmp_path: Path, heard: Path, settings: Path) -> None:

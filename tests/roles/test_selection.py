@@ -115,10 +115,11 @@ def test_part_of_shared_layers_is_an_error() -> None:
 
 def test_a_tied_head_names_the_tie() -> None:
     model = transformers.GPT2LMHeadModel(CASES["gpt2"].make_config())
-    with pytest.raises(fl.BadInput, match=r"lm_head.weight is tied to transformer.wte.weight"):
-        keys(model, "head")
-    with pytest.raises(fl.BadInput, match="add `embedding` to take both"):
+    with pytest.raises(fl.BadInput, match=r"lm_head.weight is tied to .*; add .* to take both$"):
+        keys(model, "head")  # without `embedding`, nothing would be left to select
+    with pytest.raises(fl.BadInput, match="add `embedding` to take both, or `!embedding` to leave"):
         keys(model, "head", "query")
+    assert keys(model, "head", "query", "!embedding") == keys(model, "query")
     assert keys(model, "head", "embedding") == {"transformer.wte.weight"}
     masked = transformers.BertForMaskedLM(CASES["bert"].make_config())
     rest = keys(masked, "head", "!embedding")

@@ -38,7 +38,8 @@ def bench(
         typer.Option(
             min=0,
             metavar="S",
-            help="Stop timing a benchmark after S seconds, but not before three rounds.",
+            help="End each timing after S seconds, but not before three rounds (or the rounds of "
+            "--rounds, if these are fewer); a benchmark can have several timings.",
         ),
     ] = None,
     data_dir: DataDir = None,

@@ -42,8 +42,9 @@ def inspect(
         str,
         typer.Option(
             metavar="SELECTIONS",
-            help="Show these parts as frozen, e.g. query,key; layers[0:3],!norm is the first three "
-            "layers without their norms (default: the parts that the recipe freezes).",
+            help="Show these parts as frozen, e.g. query,key. Another example: layers[0:3],!norm "
+            "selects the first three layers without their norms (default: the parts that the "
+            "recipe freezes).",
         ),
     ] = "",
     length: Annotated[

@@ -43,8 +43,8 @@ PerDevice = Annotated[
         "--per-device", metavar="N|auto",
         help="Number of runs that share a device; their times cannot be compared then. auto: as "
         "many as memory and CPU cores allow, but at most 7 on a GPU with CUDA MPS, at most 3 on a "
-        "GPU without it, and 1 on the CPU. At most 5 of the 7, or 1 of the 3, take steps at the "
-        "same time; the others start, end, or wait.",
+        "GPU without it, and 1 on the CPU. At most 5 of the 7, or 1 of the 3, train at the "
+        "same time; meanwhile the others load data, write results, or wait.",
     ),
 ]  # fmt: skip
 WhenIdle = Annotated[

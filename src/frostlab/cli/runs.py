@@ -56,7 +56,7 @@ def recipes(
     """List the recipes, comparisons and groups that ship with frostlab.
 
     A recipe describes one training run. A comparison trains variants of a recipe. A
-    group holds the experiments of published studies, and comparisons of these
+    group holds experiments, mostly of published studies, and comparisons of these
     experiments. Each experiment is a recipe, too.
 
     --group lists the experiments of one group, with their data, method, learning rate,
@@ -64,7 +64,8 @@ def recipes(
     the cost of these experiments or, without --group, of all experiments.
 
     --json prints a list of objects with the keys kind (recipe, experiment, comparison or
-    group), name and about. With --group, it prints the group as one object.
+    group), name and about; with --group, the group as one object; and with --details, a
+    list of experiments with their sizes and costs.
     """
     if details:
         _show_details(group, as_json)

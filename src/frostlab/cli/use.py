@@ -74,8 +74,8 @@ def evaluate(
     The best weights are those of the run's best evaluation. Only the run's folder and
     the data to evaluate are needed. Without --out, nothing is written.
 
-    By default, the report split of the run is evaluated again. The metrics are exactly
-    the recorded ones if the run used one process, and if the hardware, the libraries and
+    By default, the split that the run's result comes from is evaluated again. The metrics are
+    exactly the recorded ones if the run used one process, and if the hardware, the libraries and
     the number of threads are the same as for the run.
     """
     check_data_dir(data_dir)
@@ -267,10 +267,10 @@ def generate(
 ) -> None:
     """Continue prompts with the language models of one or several runs.
 
-    The first samples of all runs and prompts are drawn with the same random numbers, and so
-    are the second ones, and so on. Each sample is printed with the reason why it ended:
-    the model wrote its end token (end), the sample has --tokens tokens (length), or the
-    model has no more positions (positions).
+    Sample number k is drawn with the same random numbers for every run and prompt, so that samples
+    with the same number can be compared. Each sample is printed with the reason why it ended: the
+    model wrote its end token (end), the sample has --tokens tokens (length), or the model has no
+    more positions (positions).
     """
     count = samples if samples is not None else 5 if temperature else 1
     loaded = list(dict.fromkeys(_load(runs, name) for name in names))

@@ -179,12 +179,12 @@ def _further_numbers(evidence: Evidence) -> str:
         ])  # fmt: skip
     rules = evidence.rules
     cost = f"P(cost > {rules.margin_text()})" if rules.margin is not None else "P(cost > margin)"
-    head = ["arm", "P(improvement)", cost, "however often one looks", "for other test examples",
+    head = ["arm", "P(improvement)", cost, "valid if seeds are added", "for other test examples",
             "runs missing"]  # fmt: skip
     note = (
         "P(improvement): how often a run of the arm beats a run of the baseline, over all pairs of "
         "runs. P(cost > margin): posterior probability under a flat prior, with a variance "
-        "pooled over similar arms. However often one looks: an interval that stays valid if seeds "
+        "pooled over similar arms. Valid if seeds are added: an interval that stays valid if seeds "
         "are added until it excludes 0 (or the ratio 1). For other test examples: seeds and test "
         "examples are both taken as samples; only known for accuracy. No verdict is drawn from "
         "these numbers."

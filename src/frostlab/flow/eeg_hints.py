@@ -1,8 +1,8 @@
-"""Rules of thumb of the EEG source: the norm of the gradient, and what to try if training fails.
+"""Rules of thumb of a published EEG study: a steady gradient norm, and what to try in trouble.
 
-The source is the study whose Conformer docs/eeg.md repeats. It wants the norm of the whole gradient
-(`Gradient/norm`) steady between 1 and 10, and has advice for three troubles. Both are shown with
-the run's own numbers. They are advice: no run fails because of them.
+docs/eeg.md repeats the study and its Conformer. By its rule, the norm of the whole gradient
+(`Gradient/norm` in TensorBoard) stays between 1 and 10; it also has advice for three troubles. Both
+are shown with the run's own numbers. They are advice: no run fails because of them.
 """
 
 import math
@@ -19,11 +19,11 @@ from frostlab.records.folder import RunRecord
 from frostlab.records.schema import StepEvent
 from frostlab.storage import finite
 
-LEAST_NORM, MOST_NORM = 1.0, 10.0  # the source's range of the gradient's norm
+LEAST_NORM, MOST_NORM = 1.0, 10.0  # the study's range of the gradient's norm
 STEADY = 0.95  # the norm is steady if at least this fraction of the steps is within the range
 _SCALE_NOTE = "Adam undoes a constant gradient scale, so do not expect much of the scale alone"
 
-Settings = dict[str, float | None]  # the run's values of the settings that the source changes
+Settings = dict[str, float | None]  # the run's values of the settings that the study changes
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class NormCheck:
 
     @property
     def steady(self) -> bool:
-        """Whether the norm is steady by the source's rule of thumb."""
+        """Whether the norm is steady by the study's rule of thumb."""
         return self.within >= STEADY
 
     @property
     def line(self) -> str:
         """The check as a sentence."""
         return (
-            f"Gradient/norm in the last {self.steps} steps: median {self.median:.4g}, 5 % and 95 % "
-            f"quantiles {self.low:.4g} and {self.high:.4g}, within {LEAST_NORM:g} to "
+            f"norm of the gradient in the last {self.steps} steps: median {self.median:.4g}, 5 % "
+            f"and 95 % quantiles {self.low:.4g} and {self.high:.4g}, within {LEAST_NORM:g} to "
             f"{MOST_NORM:g} in {self.within:.0%} of these steps: "
-            f"{'steady' if self.steady else 'not steady'} by the source's rule of thumb (at least "
+            f"{'steady' if self.steady else 'not steady'} by the study's rule of thumb (at least "
             f"{STEADY:.0%})"
         )
 
@@ -65,16 +65,16 @@ def check_norms(norms: Sequence[float]) -> NormCheck | None:
 
 @dataclass(frozen=True)
 class Hint:
-    """Advice of the source for one trouble."""
+    """The study's advice for one trouble."""
 
     trouble: str  # a description with the measured numbers
-    settings: dict[str, float]  # setting → value that the source advises
+    settings: dict[str, float]  # setting → value that the study advises
     text: str  # the advice, with the run's own values
 
 
 @dataclass(frozen=True)
 class EEGHints:
-    """The source's rules of thumb, applied to a run."""
+    """The study's rules of thumb, applied to a run."""
 
     norm: NormCheck | None  # None if no step was recorded
     hints: tuple[Hint, ...]
@@ -92,7 +92,7 @@ class EEGHints:
 
 
 def eeg_hints(diagnosis: Diagnosis) -> EEGHints | None:
-    """Apply the source's rules of thumb to an EEG run with a Conformer; None for other runs."""
+    """Apply the study's rules of thumb to an EEG run with a Conformer; None for other runs."""
     record = RunRecord(diagnosis.folder)
     try:
         recipe = record.recipe
@@ -127,7 +127,9 @@ def _small_gradients(missed: Target | None, have: Settings) -> Hint | None:
     wanted = {"model.gradient_scale": 3.0, "optim.lr": 2e-4}
     settings = {key: value for key, value in wanted.items() if (have[key] or 0.0) < value}
     trouble = f"front/output gradient {missed.value:.4g} ({missed.condition})"
-    return Hint(trouble, settings, _advice("still small gradients", settings, wanted, have, "or"))
+    return Hint(
+        trouble, settings, _advice("gradients that stay small", settings, wanted, have, "or")
+    )
 
 
 def _unstable(diagnosis: Diagnosis, norm: NormCheck | None, have: Settings) -> Hint | None:
@@ -142,7 +144,7 @@ def _unstable(diagnosis: Diagnosis, norm: NormCheck | None, have: Settings) -> H
     elif exploding:
         trouble = f"{exploding[0]} explodes"
     elif norm is not None and norm.high > MOST_NORM:
-        trouble = f"Gradient/norm is above {MOST_NORM:g} (95 % quantile {norm.high:.4g})"
+        trouble = f"the norm of the gradient is above {MOST_NORM:g} (95 % quantile {norm.high:.4g})"
     else:
         return None
     wanted = {"model.gradient_scale": 1.5, "optim.lr": 5e-5, "optim.clip": 1.0}
@@ -157,10 +159,10 @@ def _no_gain(missed: Target | None, diagnosis: Diagnosis, model: ConformerModel)
         return None
     ratios = next(reversed(diagnosis.flows.values())).depth_ratios()
     text = (
-        "if nothing is gained, the source checks the switches (here model.residual "
-        f"{model.residual}, model.head {model.head}, model.gradient_scale "
-        f"{model.gradient_scale:g}), the ratio (front/output gradient {ratios.front_ratio:.4g}) "
-        f"and the weights (front weight change {ratios.weight_change:.4g})"
+        "if the result does not improve, the study checks its settings (here "
+        f"model.residual={model.residual}, model.head={model.head}, "
+        f"model.gradient_scale={model.gradient_scale:g}), the front/output gradient "
+        f"({ratios.front_ratio:.4g}) and the front weight change ({ratios.weight_change:.4g})"
     )
     return Hint(f"validation pearson {missed.value:.4g} ({missed.condition})", {}, text)
 
@@ -174,11 +176,11 @@ def _advice(
 ) -> str:
     if not settings:
         tried = ", ".join(f"{key}={value:g}" for key, value in wanted.items())
-        return f"for {trouble}, the source tries {tried}; this run already goes as far or further"
+        return f"for {trouble}, the study tries {tried}; this run already goes as far or further"
     values = [
         f"{key}={value:g} (here {'none' if have[key] is None else f'{have[key]:g}'})"
         for key, value in settings.items()
     ]
     listed = f" {joint} ".join([", ".join(values[:-1]), values[-1]] if values[1:] else values)
     note = f"; {_SCALE_NOTE}" if "model.gradient_scale" in settings else ""
-    return f"for {trouble}, the source tries {listed}{note}"
+    return f"for {trouble}, the study tries {listed}{note}"

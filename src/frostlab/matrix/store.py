@@ -72,7 +72,7 @@ class MatrixPlan:
 
 @dataclass(frozen=True)
 class RunState:
-    """What the driver knows about a run that its record does not say."""
+    """What only the driver knows about a run; the run's own record does not have it."""
 
     state: str  # running, pending, failed, stopped, crashed, refused, missing or left out
     place: str | None = None  # device, node or job
@@ -197,7 +197,7 @@ def _request_in(path: Path) -> dict[str, Any] | None:
 
 
 def _ended(runs: dict[str, RunState]) -> dict[str, RunState]:
-    """Return the states without those of runs that ran when the driver ended."""
+    """Return the states without those of runs that were running or pending."""
     return {name: run for name, run in runs.items() if run.state not in ("running", "pending")}
 
 

@@ -213,7 +213,7 @@ class LocalWorkers:
         for worker in list(self._workers):
             graceful = worker.task is not None and not worker.asked_to_stop
             with contextlib.suppress(OSError):
-                worker.connection.send(None)  # it ends after the run that stops
+                worker.connection.send(None)  # the worker ends when its run has stopped
             worker.process.join(_GRACE_SECONDS if graceful else _CLOSE_SECONDS)
             self._remove(worker)
         if self._turns is not None:

@@ -28,7 +28,7 @@ _SEGMENTS = {
 
 
 def table(name: str, title: str, head: Sequence[str], rows: Iterable[Row], note: str = "") -> Table:
-    """Return a table without the columns that are empty in every row, except the first."""
+    """Return a table without its empty columns; the first column is always kept."""
     rows = [tuple(row) for row in rows]
     kept = [
         number
@@ -71,7 +71,8 @@ def overview(compared: "Compared") -> list[Block]:
         for number, arm in enumerate(compared.arms)
     ]  # fmt: skip
     return [table("overview", "Overview", HEAD, rows,
-                  "Total is the mean of the arm's whole runs, h:mm:ss. The gap is the effect on "
+                  "Total is the mean of the arm's runs that finished and can be paired, h:mm:ss. "
+                  "The gap is the effect on "
                   f"{plain(compared.evidence.rules.metric)} with its interval.")]  # fmt: skip
 
 
@@ -99,12 +100,12 @@ def performance(compared: "Compared") -> list[Block]:
     head = ["arm", f"best {metric}", "against the baseline", "verdict", "retained", "final loss",
             "steps to target", "trainable"]  # fmt: skip
     note = (
-        f"Best {plain(metric)}: mean ± standard deviation over the runs that finished and can be "
-        "paired, of their best checkpoints on the report split. Against the baseline: the effect "
-        "over paired seeds with its interval, a ratio if it ends in ×; all intervals hold "
-        "simultaneously. Retained: the arm's value divided by the baseline's (for perplexity and "
-        "loss the baseline's divided by the arm's), so more than 100 % is better. Final loss: of "
-        "the last evaluation on the split that selects the checkpoint."
+        f"Best {plain(metric)}: the best checkpoint of each run, evaluated on the report split; "
+        "mean ± standard deviation over the runs that finished and can be paired. Against the "
+        "baseline: the effect over paired seeds with its interval, a ratio if it ends in ×; all "
+        "intervals hold simultaneously. Retained: the arm's value divided by the baseline's (for "
+        "perplexity and loss the baseline's divided by the arm's), so more than 100 % is better. "
+        "Final loss: of the last evaluation on the split that selects the checkpoint."
     )
     return [
         table("performance", "What every arm reached", head, rows, note),
@@ -171,16 +172,15 @@ def further_numbers(compared: "Compared") -> list[Block]:
             compared.cell(*keys, "population", format="effect"),
         ])  # fmt: skip
     head = ["arm", "p", "retained", "could have been seen", "P(improvement)", "P(cost > margin)",
-            "however often one looks", "for other test examples"]  # fmt: skip
+            "valid if seeds are added", "for other test examples"]  # fmt: skip
     note = (
-        "p is multiplied by the number of statements. Retained: the share of the baseline's value, "
-        "with its interval. Could have been seen: the smallest true "
-        "difference that 8 of 10 such comparisons would find. P(improvement): how often a "
-        "run of the arm beats a run of the baseline, over all pairs of runs. P(cost > margin): "
-        "posterior probability under a flat prior. However often one looks: an interval that stays "
-        "valid if seeds are added until it no longer contains zero (or the ratio 1). For other "
-        "test examples: seeds and test examples are both taken as samples. No verdict is drawn "
-        "from these numbers."
+        "p is multiplied by the number of statements. Retained: the share of the baseline's "
+        "value, with its interval. Could have been seen: the smallest true difference that 8 of "
+        "10 such comparisons would find. P(improvement): how often a run of the arm beats a run "
+        "of the baseline, over all pairs of runs. P(cost > margin): posterior probability under a "
+        "flat prior. Valid if seeds are added: an interval that stays valid if seeds are added "
+        "until it no longer contains zero (or the ratio 1). For other test examples: seeds and "
+        "test examples are both taken as samples. No verdict is drawn from these numbers."
     )
     return [table("further-numbers", "Further numbers without a verdict", head, rows, note)]
 
@@ -270,12 +270,12 @@ def _run_times(compared: "Compared") -> list[Block]:
         rows.append([title, *(_gap(compared, name, key, form) for name in arms)])
     rows = [row for row in rows if any(map(is_filled, row[1:]))]
     note = (
-        "Means over the finished runs; the times per epoch and per step leave out validation. Time "
-        "saved is (T of the baseline − T of the arm) / T of the baseline, for whole runs. Gaps of "
-        "whole runs have 95 % intervals; the gap of a step has the interval of its verdict. A gap "
-        "in red is confounded, or unproven: it cannot be trusted. Gaps of whole runs are always "
-        "unproven, because no further copy of the baseline shows their noise. Variation is the "
-        "standard deviation divided by the mean."
+        "Means over the runs that finished and can be paired; the times per epoch and per step "
+        "leave out validation. Time saved is (T of the baseline − T of the arm) / T of the "
+        "baseline, for whole runs. Gaps of whole runs have 95 % intervals; the gap of a step has "
+        "the interval of its verdict. A gap in red is confounded, or unproven: it cannot be "
+        "trusted. Gaps of whole runs are always unproven, because no further copy of the baseline "
+        "shows their noise. Variation is the standard deviation divided by the mean."
     )
     if evidence.rounds:
         note += " Alternating runs are further runs, trained in turns only to be timed."
@@ -435,10 +435,11 @@ def subjects(compared: "Compared") -> list[Block]:
         head = ["split", "arm", "subjects better", "difference of r", "difference of z [95 %]", "p",
                 "p (signed ranks)", "p (Holm)"]  # fmt: skip
         note = (
-            "Paired by subject: a subject's mean Fisher z over the seeds, with the arm and with "
-            f"{compared.baseline}; r is the correlation of the decoded envelope with that of the "
-            "heard speech. report: other recordings of the training subjects (or other "
-            "parts of the same ones); unseen: subjects held out of training."
+            "A test compares the arm with the baseline for each subject, by Fisher's z averaged "
+            f"over the seeds (the baseline is {compared.baseline}); r is the correlation of the "
+            "decoded envelope with that of the heard speech. report: other recordings of the "
+            "training subjects (or other parts of the same ones); unseen: subjects held out of "
+            "training."
         )
         blocks.append(table("subject-tests", "Tests by subject", head, rows, note))
     if ridge:

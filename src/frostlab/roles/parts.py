@@ -315,4 +315,4 @@ class Split(ABC):
 
     @abstractmethod
     def joined(self) -> nn.Module:
-        """Return the unmodified module with the same rows; this one must no longer be used."""
+        """Return the module with whole parameters and the current values; use only this result."""

@@ -77,10 +77,10 @@ def select(parts: Sequence[Part], texts: Iterable[str], model: str) -> tuple[Par
     In a model with such a head, `head` alone, `!head` alone and `all, !head` are errors, because
     they do not say what happens to the embedding. Instead:
 
-        head, embedding         selects the tensor
-        head, !embedding        leaves it out
-        all, !head, !embedding  leaves it out
-        all, !head, embedding   selects it
+        head, embedding          selects the tensor
+        query, head, !embedding  leaves it out
+        all, !head, !embedding   leaves it out
+        all, !head, embedding    selects it
     """
     stacks = sorted({p.stack for p in parts if p.stack})
     terms = [parse(text, stacks) for text in texts]
@@ -118,9 +118,10 @@ def select(parts: Sequence[Part], texts: Iterable[str], model: str) -> tuple[Par
             chosen_by_role |= hits if term.role else set()
     for key, (term, part, name) in taken_by_tie.items():
         if key not in chosen:
+            leave_out = f", or `!{part.role}` to leave both out" if chosen else ""
             raise BadInput(
                 f"`{term.text}`: {name} is tied to {part.name}, which is `{part.role}`; "
-                f"add `{part.role}` to take both, or `!{part.role}` to leave both out"
+                f"add `{part.role}` to take both{leave_out}"
             )
     for key, (term, part, name) in removed_by_tie.items():
         if key in chosen and key not in chosen_by_role:

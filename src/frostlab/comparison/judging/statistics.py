@@ -20,10 +20,12 @@ from frostlab.errors import BadInput
 
 Numbers = NDArray[np.float64]
 
-POWER = 0.8  # least average power at the effect that `could_have_found` returns
-LEAST_POWER = 0.5  # least power at this effect, with 96 % confidence
+# Power at the effect that `could_have_found` returns, over the standard deviations that the
+# seeds could have shown: its least mean, and its least value for 96 % of them.
+POWER = 0.8
+LEAST_POWER = 0.5
 NAN = math.nan
-_ANYTIME_VARIANCE = 1.0  # of the prior in `anytime_critical`, whose unit is the standard deviation
+_ANYTIME_VARIANCE = 1.0  # variance of the prior in `anytime_critical`
 _SKEW_DRAWS = 20_000  # simulated comparisons behind the limit of the skewness
 
 
@@ -85,15 +87,17 @@ def bounds(
 ) -> Bounds:
     """Compare two arms along the last axis, in which their seeds have the same order.
 
-    `arm` and `base` hold one result per seed, such as accuracy. If settings were tuned, a choice
-    is one combination of values of these settings; `arm` and `base` hold the results of the choice
-    that the *other* seeds make, and `arm_tried` and `base_tried` hold the results of every choice.
-    The interval is about the difference between the best choices, though the data do not tell for
-    certain which they are. If higher is better, the lower end is the smallest lower end of `arm`
-    against any choice of the baseline. So it also holds against the baseline's truly best choice;
-    and the results in `arm` are on average no better than those of the arm's best choice. The upper
-    end is the largest upper end of any choice of the arm against `base`. If lower is better, the
-    two arms change places. So luck in choosing cannot look like an effect.
+    `arm` and `base` hold one result per seed, such as accuracy. If settings were tuned, a choice is
+    one combination of values of these settings; for each seed, `arm` and `base` hold the result of
+    the choice that is best over all *other* seeds, and `arm_tried` and `base_tried` hold the
+    results of every choice. The interval is about the difference between the truly best choices, so
+    that luck in choosing cannot look like an effect. It is made of two sets of t intervals:
+
+    - `arm` minus each choice of the baseline. If higher is better, the lowest of their lower ends
+      is the lower end. It holds for the baseline's truly best choice, which is among them.
+    - Each choice of the arm minus `base`. The highest of their upper ends is the upper end.
+
+    If lower is better, the first set gives the upper end and the second set the lower end.
 
     A mean or standard deviation of at most `rounding` counts as zero.
     """
@@ -192,10 +196,10 @@ def anytime_critical(n: int, alpha: float) -> float:
     A look is one analysis of the results.
 
     The interval holds all effects for which the Bayes factor of the t statistic is below 1 / alpha.
-    The effect in standard deviations has a normal prior around the tested one, and the standard
-    deviation has the prior 1 / std, under which the Bayes factor is a martingale. So the intervals
-    of all looks contain the truth with a probability of at least 1 − alpha, whenever one stops.
-    With few pairs no effect can be excluded, and the half-width is infinite.
+    To test an effect, the true effect in standard deviations gets a normal prior around the tested
+    one, and the standard deviation the prior 1 / std, under which the Bayes factor is a martingale.
+    So the intervals of all looks contain the truth with a probability of at least 1 − alpha,
+    whenever one stops. With few pairs no effect can be excluded, and the half-width is infinite.
     """
     if n < 2:
         return math.inf
@@ -426,8 +430,8 @@ def could_have_found(n: int, alpha: float) -> float:
     """Return the effect that n pairs could have found, in *estimated* standard deviations.
 
     The estimate of few pairs is often far below the true standard deviation. The returned effect
-    is the smallest for which the test has a power of at least 80 %, averaged over the estimates,
-    and with 96 % confidence a power of at least 50 %.
+    is the smallest that meets two conditions: averaged over the estimates that could have occurred,
+    the power of the test is at least 80 %; and for 96 % of these estimates it is at least 50 %.
     """
     freedom = n - 1
     shares = (np.arange(400) + 0.5) / 400

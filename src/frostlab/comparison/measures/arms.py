@@ -2,10 +2,10 @@
 
 An arm is a variant of the compared recipe; the baseline is the arm that others are compared with.
 A run can be paired unless it differs from the baseline's run of the same seed in more than the plan
-declares (`Evidence.refused_pairs`). Times are those of the compared runs, of extra whole runs that
-alternate between the arms (rounds), and of interleaved steps, short blocks that the arms take in
-turn. Only interleaved steps show which arm is faster, so no verdict is drawn from whole runs,
-whether they alternated or not.
+declares (`Evidence.refused_pairs`). There are three kinds of times: of the compared runs; of
+extra whole runs that alternate between the arms (rounds); and of interleaved steps, for which the
+arms take turns to train short blocks of steps. Only interleaved steps show which arm is faster, so
+no verdict is drawn from whole runs, whether they alternated or not.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,8 +59,8 @@ def retained(evidence: Evidence, arm: str, metric: str | None = None) -> Effect 
 
     The share is the arm's value divided by the baseline's, or the reverse if lower values are
     better, as the geometric mean over the seeds with which both finished. The intervals of all arms
-    hold simultaneously; they do not include the uncertainty of tuned values. Return None if no seed
-    finished in both, or if a value is not above 0, because a share of it has no meaning.
+    hold simultaneously; they leave out the uncertainty of tuning settings such as lr. Return None
+    if no seed finished in both, or if a value is not above 0, because a share of it has no meaning.
     """
     metric = metric or evidence.rules.metric
     own, base = (_values(evidence, name, metric) for name in (arm, evidence.baseline))
@@ -128,7 +128,7 @@ class TotalGap:
 
 
 def arm_times(evidence: Evidence, arm: str) -> ArmTimes:
-    """Return the times of one arm, from its runs that can be paired and its interleaved steps."""
+    """Return the times of one arm: of its runs that can be paired, its rounds, its timed steps."""
     runs = paired_runs(evidence, arm)
     timed = None if evidence.timing is None else evidence.timing.arms[arm]
     epochs = [seconds for run in runs for seconds in run.epoch_seconds]

@@ -178,7 +178,10 @@ def stages_in_time(spans: Rows, evaluations: Rows, metric: str) -> Any:
 
 
 def by_layer(points: Rows, title: str) -> Any:
-    """Draw a metric by the layer that the head reads; points have stage, layer, value and text."""
+    """Draw the metric of the head when it reads each layer's output; one point per stage and layer.
+
+    A point has stage, layer, value and text.
+    """
     alt = _altair()
     stages = list(dict.fromkeys(row["stage"] for row in points))
     base = alt.Chart(alt.Data(values=list(points))).encode(

@@ -61,7 +61,8 @@ class Found:
     placements: dict[str, tuple[Measured, Place]]
     attentions: int
     passes: int  # number of forward passes of the test
-    unreached: tuple[str, ...]  # parameters whose role the passes do not show
+    # parameters without a role: no pass shows one, and no sibling has one
+    unreached: tuple[str, ...]
     # names of each attention's projections, and of its output projections
     attention_names: tuple[tuple[list[str], list[str]], ...] = ()
     copied: bool = False  # whether a small copy was read instead of the model
@@ -238,19 +239,21 @@ def _roles_in(
 
 
 def _hidden_by(graph: Graph) -> str:
-    """Name a function of autograd that may hide an attention, such as a softmax of the user's."""
+    """Name a custom autograd.Function that may hide an attention, such as a user's softmax."""
     names = sorted({graph.kind(node) for node in graph.nodes if graph.is_custom(node)})
-    return f"; what {names[0]}, a function of autograd, does is not seen" if names else ""
+    if not names:
+        return ""
+    return f"; frostlab cannot see inside {names[0]}, a custom autograd.Function"
 
 
 def _pass_another(unused: Sequence[str]) -> str:
-    """Ask for a batch that reaches the parameters that a pass without attention did not use."""
+    """Ask for a batch that uses the parameters which were not used; no attention was seen."""
     if not unused:
         return ""
     names = ", ".join(f"`{name}`" for name in unused[:3]) + (", …" if len(unused) > 3 else "")
     return (
-        f"; it did not use {names}: if an attention does, read the model on a batch that reaches "
-        "it, fl.anatomy(model, batch)"
+        f"; it did not use {names}: if an attention has these weights, give a batch that runs it: "
+        "fl.anatomy(model, batch)"
     )
 
 
@@ -473,7 +476,7 @@ def _measured(
 
 
 def _keep_experts(placements: dict[str, tuple[Measured, Place]], layers: Layers) -> None:
-    """Keep the numbers of experts only in layers that have a router."""
+    """Remove the expert's index from the places of layers without a router."""
     chosen = {layers.path(n) for n, (_, place) in placements.items() if place.role == "router"}
     for name, (measured, place) in placements.items():
         if place.expert is not None and layers.path(name) not in chosen:
@@ -558,7 +561,7 @@ def _name_first_norms(placements: dict[str, tuple[Measured, Place]], layers: Lay
 
 
 def _of_any_block(name: str) -> str:
-    """Return a name with `*` for its first number."""
+    """Return a name with `*` for its first number, unless its last two segments have it."""
     segments = name.split(".")
     first = next((i for i, segment in enumerate(segments[:-2]) if segment.isdecimal()), None)
     return name if first is None else ".".join([*segments[:first], "*", *segments[first + 1 :]])
