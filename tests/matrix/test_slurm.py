@@ -261,9 +261,9 @@ def test_a_job_at_its_time_limit_is_requeued_and_goes_on(
 ) -> None:
     """The run takes longer than the limit of one minute; status shows the job while it waits."""
     train = {"batch": 8, "steps": 1000, "threads": 1, "checkpoint": 10**6}
-    step = check_recipe("a", recipe_from(tiny(train=train))).step_seconds
-    assert step is not None
-    train["steps"] = round(65 / step)
+    # the least of several times, because other programs on the machine may slow some of them
+    times = [check_recipe("a", recipe_from(tiny(train=train))).step_seconds for _ in range(8)]
+    train["steps"] = round(65 / min(time for time in times if time is not None))
     write(tmp_path, 1, train=train, evaluate={"every": train["steps"], "batch": 256})
     words = [sys.executable, "-m", "frostlab", "matrix", "mine.yaml", "--slurm", "time=0:01:00"]
     pipe = subprocess.PIPE

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,15 @@ def test_a_metric_comes_before_a_setting_of_the_same_name() -> None:
     assert value_of(RUNS[0], "loss") == 0.25
     assert "loss" in keys_of(RUNS)
     assert value_of(RUNS[3], "accuracy") is None, "best is on another split than the report"
+
+
+def test_every_fact_of_a_run_is_a_key() -> None:
+    """A new field of `Summary` can be shown, filtered and sorted by without a further list."""
+    inside = {"report", "settings"}  # their own entries are keys
+    renamed = {"value": "best", "tags": "tag", "notes": "note"}
+    names = {field.name for field in fields(Summary)} - inside - {"folder", "caution"}
+    assert {renamed.get(name, name) for name in names} <= set(keys_of([]))
+    assert value_of(replace(RUNS[0], runs_at_once=3), "runs_at_once") == 3
 
 
 def test_settings_that_differ() -> None:

@@ -17,6 +17,7 @@ from frostlab.data.eeg.recordings import Recording, Signals, Windows
 from frostlab.data.prepare import prepare
 from frostlab.envelopes.correlation import stitch, window_starts
 from frostlab.envelopes.ridge import fit_ridge
+from frostlab.envelopes.scores import score_recordings
 from frostlab.envelopes.scores_json import SCORES
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.models.build import build_for
@@ -30,7 +31,7 @@ from frostlab.storage import seal
 from frostlab.training.batches.batch import WindowExamples, order_digest
 from frostlab.training.batches.feed import Feed
 from frostlab.training.distributed import Compute, World, preserve_buffers
-from frostlab.training.eeg_report import draw_run
+from frostlab.training.eeg_report import draw_run, recording_metrics
 from frostlab.training.evaluate import evaluate
 from frostlab.training.restore import best_model, check_same_data
 from frostlab.training.run import run
@@ -51,6 +52,21 @@ from tiny import tiny
 TASK = TASKS["envelope"]
 
 CPU = torch.device("cpu")
+
+
+def test_a_metric_of_windows_is_reported_next_to_those_of_recordings() -> None:
+    draw = np.random.default_rng(0)
+    heard = [
+        Recording(name, name, draw.normal(size=(640, 2)).astype(np.float32),
+                  draw.normal(size=640).astype(np.float32))
+        for name in ("a", "b")
+    ]  # fmt: skip
+    scores = score_recordings({each.name: each.eeg[:, 0] for each in heard}, heard, 64.0)
+    model = {"report": scores, "unseen": scores}
+    metrics = recording_metrics(model, {}, {"pearson": 0.25, "loss": 2.0, "mae": 0.5})
+    assert list(metrics)[:3] == ["pearson", "loss", "mae"]
+    assert (metrics["loss"], metrics["mae"], metrics["window_pearson"]) == (2.0, 0.5, 0.25)
+    assert metrics["pearson"] == scores.summary.mean != 0.25
 
 
 def counted(samples: int, subject: str) -> Recording:

@@ -105,9 +105,9 @@ def list_runs(
 ) -> None:  # fmt: skip
     """List runs, with their status, settings, results and times.
 
-    The options take keys. A key is a fact of the run (name, status, treatment, seed, data,
-    model, steps, metric, best, step_ms, total_seconds, started, ended, tag, note, error,
-    recipe_digest), a reported metric such as accuracy, or a setting such as optim.lr.
+    The options take keys. A key is a fact of the run, such as status, treatment, seed, best,
+    step_ms, total_seconds or tag (docs/runs.md lists all), a reported metric such as
+    accuracy, or a setting such as optim.lr.
     """
     from frostlab.records.finding.index import list_runs as read_runs
     from frostlab.records.finding.listing import groups_table, runs_table

@@ -12,7 +12,8 @@ from dataclasses import asdict
 from typing import Any
 
 from frostlab.comparison.evidence import ArmEvidence, ArmVerdict, Effect, Evidence
-from frostlab.comparison.judging.verdict import excluded_costs
+from frostlab.comparison.judging.verdict import SHOWING_COST
+from frostlab.comparison.judging.wording import excluded_costs
 from frostlab.comparison.measures.arms import (
     arm_times,
     data_name,
@@ -226,7 +227,7 @@ def _cost(verdict: ArmVerdict, evidence: Evidence) -> str:
         small = margin is not None and margin.answer == "yes"
         within = f", but at most {evidence.rules.margin_text()}" if small else ""
         return f"the saving costs performance{within}: see the gap"
-    if verdict.word == "no difference found" and margin is not None:
+    if verdict.word in SHOWING_COST and margin is not None:
         return excluded_costs(margin.answer, margin.largest, evidence.rules)
     return f"the cost is not known ({verdict.word})"
 

@@ -270,11 +270,6 @@ def _without_markup(text: str) -> str:
     return " ".join(_PACKAGE_NAMES.sub(MASK, text).split())
 
 
-def synthetic_vocabulary(data: Synthetic) -> int:
-    """Return the vocabulary size: the symbols, which in recall have two ids each, and padding."""
-    return (2 if data.name == "recall" else 1) * data.symbols + 1
-
-
 def reference_scores(data: Synthetic) -> dict[str, float]:
     """Return the accuracies of guessing and of a perfect model."""
     best = "best_token_accuracy" if data.name == "induction" else "best_accuracy"
@@ -340,7 +335,7 @@ def write_synthetic(data: Synthetic, folder: Path) -> dict[str, str]:
         count = data.examples if role == "train" else held_out_count
         ids, answers = _draw(data, count, np.random.Generator(np.random.PCG64(seed)), seen)
         seen |= {row.tobytes() for row in ids} if role != "train" else set()
-        with TokenWriter(folder, role, synthetic_vocabulary(data)) as writer:
+        with TokenWriter(folder, role, data.vocabulary) as writer:
             writer.append(ids.ravel())
         width = ids.shape[1]
         starts = np.arange(count, dtype=np.int64) * width

@@ -19,7 +19,6 @@ from frostlab.data.builtin import (
     DRAWN_AT_ONCE,
     SYNTHETIC_SEEDS,
     reference_scores,
-    synthetic_vocabulary,
     write_synthetic,
 )
 from frostlab.data.eeg.load import load_signals
@@ -65,6 +64,7 @@ from frostlab.recipe.data import (
     DataSettings,
     Docstrings,
     EEGData,
+    Generated,
     PretrainedTokenizer,
     SimulatedEEG,
     Synthetic,
@@ -132,7 +132,7 @@ def prepare(
 
 def data_digest(recipe: Recipe, data_dir: Path | None = None, cache: Path | None = None) -> str:
     """Return the digest of a recipe's prepared data; text is read, but not encoded."""
-    if isinstance(recipe.data, Synthetic | EEGData):
+    if isinstance(recipe.data, Generated | EEGData):
         return prepare(recipe, data_dir, cache).digest
     _check_sizes(recipe.data)
     settings = tokenizer_settings(recipe)
@@ -185,7 +185,7 @@ def _places(own: str, parent: Path | None) -> Iterator[str]:
 
 def _check_sizes(data: DataSettings) -> None:
     """Refuse settings whose data would not fit into memory while they are generated."""
-    if isinstance(data, Synthetic):
+    if isinstance(data, Generated):
         drawn = min(max(data.examples, 256), DRAWN_AT_ONCE)
         for key in ("symbols", "length"):
             if drawn * getattr(data, key) > MOST_DRAWN:
@@ -214,8 +214,8 @@ def _prepare_synthetic(data: Synthetic, cache: Path) -> Prepared:
     return Prepared(
         task=data.task,
         classes=len(labels or ()),
-        vocabulary=synthetic_vocabulary(data),
-        pad=synthetic_vocabulary(data) - 1,
+        vocabulary=data.vocabulary,
+        pad=data.vocabulary - 1,
         splits=splits,
         origin={role: f"{data.name}, drawn from seed {SYNTHETIC_SEEDS[role]}" for role in roles},
         caution=None,

@@ -33,7 +33,7 @@ from frostlab.experiments.plans import comparison_names, folder_name, group_plan
 from frostlab.experiments.show import summary_page
 from frostlab.experiments.summary import SUMMARY, GroupSummary, read_summary, summarize
 from frostlab.models.stand_in import with_stand_ins
-from frostlab.recipe.data import EEGData, PretrainedTokenizer, Synthetic
+from frostlab.recipe.data import EEGData, Generated, PretrainedTokenizer
 from frostlab.recipe.groups import Group, group_from, load_group
 from frostlab.recipe.recipe import Recipe, Scale
 from frostlab.records.finding.index import GROUP
@@ -306,15 +306,15 @@ def _find_data(
 ) -> None:
     """Find the files of a recipe's data, tokenizer and further data, or raise BadInput.
 
-    Synthetic and EEG data are prepared, not only looked for; further EEG data are not looked for.
+    Generated and EEG data are prepared, not only looked for; further EEG data are not looked for.
     """
     data, cache = recipe.data, cache_folder(None)
-    if isinstance(data, Synthetic) and further:
+    if isinstance(data, Generated) and further:
         raise BadInput(
             f"data.name {data.name}: models trained on generated data cannot be evaluated on "
             "further data"
         )
-    if isinstance(data, Synthetic | EEGData):
+    if isinstance(data, Generated | EEGData):
         prepare(recipe, data_dir)
         return
     plan_splits(data, data_dir, cache)

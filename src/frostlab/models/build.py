@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from frostlab.data.builtin import PACKAGES, synthetic_vocabulary
+from frostlab.data.builtin import PACKAGES
 from frostlab.data.eeg.recordings import Signals
 from frostlab.data.prepare import PreparedData
 from frostlab.data.sources import PUBLIC_SETS
@@ -42,7 +42,7 @@ from frostlab.models.trust import (
     never_ask,
     no_safetensors_on_hub,
 )
-from frostlab.recipe.data import Docstrings, Named, PretrainedTokenizer, SimulatedEEG, Synthetic
+from frostlab.recipe.data import Docstrings, Generated, Named, PretrainedTokenizer, SimulatedEEG
 from frostlab.recipe.model import ConformerModel, DecoderModel, GPTModel, PretrainedModel
 from frostlab.recipe.recipe import Recipe
 from frostlab.storage import digest_of, file_digest
@@ -376,8 +376,8 @@ def _config_at_hand(name: str) -> tuple[str, str]:
 
 def _vocabulary(recipe: Recipe) -> tuple[int, str]:
     """Return the size of a recipe's vocabulary, and a note if the size is not certain."""
-    if isinstance(recipe.data, Synthetic):
-        return synthetic_vocabulary(recipe.data), ""
+    if isinstance(recipe.data, Generated):
+        return recipe.data.vocabulary, ""
     tokenizer = tokenizer_settings(recipe)
     if isinstance(tokenizer, PretrainedTokenizer):
         try:
@@ -392,10 +392,10 @@ def _vocabulary(recipe: Recipe) -> tuple[int, str]:
 def _classes(recipe: Recipe) -> tuple[int, str]:
     """Return the number of classes (0 without classification), and a note if it is not certain."""
     data = recipe.data
+    if isinstance(data, Generated):
+        return data.classes, ""
     if data.task != "classification":
         return 0, ""
-    if isinstance(data, Synthetic):
-        return data.symbols, ""
     if isinstance(data, Docstrings):
         if data.classes is not None:
             return data.classes, ""

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from frostlab.comparison.evidence import ArmVerdict, Evidence, RunSummary, read_evidence
-from frostlab.comparison.judging.verdict import DOUBTFUL, MEANINGS
+from frostlab.comparison.judging.verdict import DOUBTFUL, MEANINGS, SHOWING_COST
 from frostlab.comparison.measures.arms import paired_runs
 from frostlab.comparison.oelm_json import QUESTIONS, arm_key
 from frostlab.errors import BadInput
@@ -206,9 +206,10 @@ def _findings(compared: Compared) -> list[Paragraph]:
                        compared.cell("verdicts", name, "paired", format="effect"), " over ",
                        compared.cell("verdicts", name, "paired", "n", format="count"),
                        " paired seeds"]  # fmt: skip
-        if verdict.word == "no difference found" and verdict.margin is not None:
+        is_between = verdict.word in SHOWING_COST and verdict.word not in ("better", "worse")
+        if is_between and verdict.margin is not None:
             pieces += ["; ", *_cost(compared, name)]
-        if verdict.word == "no difference found" and verdict.could_have_seen is not None:
+        if is_between and verdict.could_have_seen is not None:
             pieces += ["; a true difference of ",
                        compared.cell("verdicts", name, "could_have_seen", format=size),
                        " would be found in 8 of 10 such comparisons"]  # fmt: skip
@@ -443,7 +444,7 @@ def _cost(compared: Compared, arm: str) -> list[str | Cell]:
         small = margin is not None and margin.answer == "yes"
         within: list[str | Cell] = [", but at most ", limit] if small else []
         return ["the saving costs performance", *within, ": see the gap"]
-    if verdict.word != "no difference found" or margin is None:
+    if verdict.word not in SHOWING_COST or margin is None:
         return [f"the cost is not known ({verdict.word})"]
     if margin.answer == "yes":
         return ["a cost above ", limit, " is excluded"]

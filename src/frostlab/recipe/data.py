@@ -34,19 +34,27 @@ class DataSettings(Strict):
         yield from ()
 
 
-class Synthetic(DataSettings):
-    """Generated sequences with a known answer; the run's seed does not change them."""
+class Generated(DataSettings):
+    """Base class of sequences of symbols that are generated; the run's seed does not change them.
+
+    A kind of generated data has a `name` and a `task`.
+    """
 
     form = "tokens"
-    name: Literal["majority", "recall", "induction"]
+    name: str
     examples: Positive = 4096
     length: Annotated[Length, Field(ge=8)] = 32
     symbols: Annotated[int, Field(ge=2, le=10**6)] = 16  # number of different symbols
 
     @property
-    def task(self) -> TextTask:
-        """The task: classifying a sequence, or for induction predicting the next symbol."""
-        return "language" if self.name == "induction" else "classification"
+    def vocabulary(self) -> int:
+        """The number of token ids: one for each symbol, and padding."""
+        return self.symbols + 1
+
+    @property
+    def classes(self) -> int:
+        """The number of a classifier's outputs; 0 for a language model."""
+        raise NotImplementedError
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each contradiction between these settings."""
@@ -55,6 +63,27 @@ class Synthetic(DataSettings):
                 f"data.examples {self.examples} of data.length {self.length} are "
                 f"{self.examples * self.length:,} tokens; {_MOST_TOKENS:,} is the most"
             )
+
+
+class Synthetic(Generated):
+    """Generated sequences with a known answer."""
+
+    name: Literal["majority", "recall", "induction"]
+
+    @property
+    def task(self) -> TextTask:
+        """The task: classifying a sequence, or for induction predicting the next symbol."""
+        return "language" if self.name == "induction" else "classification"
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of token ids: a symbol has one, in recall two; and padding."""
+        return (2 if self.name == "recall" else 1) * self.symbols + 1
+
+    @property
+    def classes(self) -> int:
+        """The number of a classifier's outputs; 0 for a language model."""
+        return 0 if self.task == "language" else self.symbols
 
 
 class Corpus(DataSettings):

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from frostlab.recipe.data import BPE, Corpus, Docstrings, EEGData, SimulatedEEG, Synthetic, Words
+from frostlab.recipe.data import BPE, Corpus, Docstrings, EEGData, Generated, SimulatedEEG, Words
 from frostlab.recipe.model import SCALES, PretrainedModel
 from frostlab.recipe.recipe import Recipe
 
@@ -102,7 +102,7 @@ class _Scaling:
 
     def scale_data(self) -> None:
         data, sizes = self.recipe.data, self.sizes
-        if isinstance(data, Synthetic):
+        if isinstance(data, Generated):
             self.limit("data", "examples", sizes.examples)
         elif isinstance(data, Corpus):
             self.limit("data", "length", sizes.length)
@@ -182,7 +182,7 @@ class _Scaling:
     @property
     def _examples_are_limited(self) -> bool:
         """Whether the data have a setting that limits the examples of an epoch."""
-        return isinstance(self.recipe.data, Synthetic | Corpus | SimulatedEEG)
+        return isinstance(self.recipe.data, Generated | Corpus | SimulatedEEG)
 
     def scale_intervals(self) -> None:
         """Shorten the intervals of evaluating and watching gradients to fit the shortest stage."""
@@ -214,7 +214,7 @@ class _Scaling:
     @property
     def _steps_per_epoch(self) -> int | None:
         """The most steps of an epoch; None if the number of examples is not known."""
-        key = "examples" if isinstance(self.recipe.data, Synthetic) else "limit"
+        key = "examples" if isinstance(self.recipe.data, Generated) else "limit"
         examples = self.values["data"].get(key)
         return None if examples is None else -(-examples // self.get("train", "batch"))
 

@@ -115,10 +115,11 @@ def recording_metrics(
     holds the scores of the linear baseline; it may be empty.
     """
     metrics: dict[str, float] = {}
+    by_window = {name: value for name, value in window_metrics.items() if name != "pearson"}
     for split, split_scores in model.items():
         summary, suffix = split_scores.summary, "_unseen" if split == "unseen" else ""
         metrics[f"pearson{suffix}"] = summary.mean
-        metrics.setdefault("loss", window_metrics["loss"])
+        metrics |= by_window
         if split in ridge:
             metrics[f"ridge{suffix}"] = ridge[split].summary.mean
         metrics[f"chance{suffix}"] = summary.null.high

@@ -13,7 +13,7 @@ from frostlab.data.sources import LANGUAGES, Columns, TextData
 from frostlab.data.splits import survey
 from frostlab.data.tokens import Prepared
 from frostlab.errors import BadInput, nearest
-from frostlab.recipe.data import EEGData, Named, PretrainedTokenizer, Synthetic
+from frostlab.recipe.data import EEGData, Generated, Named, PretrainedTokenizer
 from frostlab.recipe.recipe import Recipe
 from frostlab.records.folder import RunRecord
 from frostlab.records.model_files import TOKENIZER
@@ -174,7 +174,7 @@ def _own_data(evaluator: Evaluator, recipe: Recipe, data_dir: Path | None) -> Pr
         prepared = prepare(recipe, data_dir)
         check_same_data(evaluator.record, prepared)
     except BadInput as error:
-        if isinstance(recipe.data, Synthetic):
+        if isinstance(recipe.data, Generated):
             raise
         raise BadInput(f"{error}; to evaluate other data, use --data") from None
     return prepared
@@ -198,7 +198,7 @@ def _evaluate_text(evaluator: Evaluator, choice: _Choice, data_dir: Path | None)
     if choice.role == "unseen":
         raise BadInput(f"--split unseen is for EEG; there are {', '.join(SPLITS)}")
     record, data = evaluator.record, evaluator.recipe.data
-    if isinstance(data, Synthetic):
+    if isinstance(data, Generated):
         raise BadInput(
             f"{record.folder} was trained on generated tokens ({data.name}), so it cannot be "
             "evaluated on other data; leave --data and --set out"

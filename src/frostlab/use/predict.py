@@ -28,7 +28,7 @@ from frostlab.data.sources import TextData
 from frostlab.data.tokenizers import Texts
 from frostlab.data.tokens import Tokens
 from frostlab.errors import BadInput, require
-from frostlab.recipe.data import EEGData, Synthetic
+from frostlab.recipe.data import EEGData, Generated
 from frostlab.records.folder import RunRecord
 from frostlab.storage import finite, whole_file
 from frostlab.training.batches.batch import IGNORED, TokenExamples, padding_limit
@@ -183,7 +183,7 @@ def predict(
 def text_data(record: RunRecord) -> TextData:
     """Return the data settings of a run that reads text; refuse another run."""
     data = record.recipe.data
-    if isinstance(data, Synthetic | EEGData):
+    if isinstance(data, Generated | EEGData):
         made_of = "EEG" if isinstance(data, EEGData) else f"generated tokens ({data.name})"
         raise BadInput(f"{record.folder} was trained on {made_of}, so it cannot read texts")
     return data

@@ -137,7 +137,7 @@ class Evaluator:
         """Evaluate examples of token ids."""
         labels = tokens.labels
         predicted = None
-        if labels is not None:
+        if self.task.predicts_classes:
             predicted = torch.zeros(len(tokens), dtype=torch.long, device=self.compute.device)
         metrics = self.metrics(prepared, tokens, classes=predicted)
         layers = metrics.pop("layers", {})
@@ -192,7 +192,7 @@ class Evaluator:
                 n[metric], unit[metric] = summary.match.decisions, "decisions"
             elif metric == "challenge":
                 n[metric] = sum(len(by_group.subjects) for by_group in scores.values())
-            elif metric in ("loss", "window_pearson"):
+            elif metric == "window_pearson" or (metric != "pearson" and metric in window_metrics):
                 n[metric], unit[metric] = len(first), "windows"
         return Evaluation(
             run=str(self.record.folder),

@@ -18,6 +18,7 @@ from frostlab.recipe.load import recipe_from
 from frostlab.recipe.settings import Optim, Train
 from frostlab.training.batches.batch import (
     IGNORED,
+    Batch,
     TokenExamples,
     epoch_order,
     micro_batches,
@@ -29,7 +30,7 @@ from frostlab.training.batches.packing import Shapes, least_padding, pack, shape
 from frostlab.training.distributed import Compute, World
 from frostlab.training.step import build_step
 from frostlab.training.step.compiled import shape_key
-from frostlab.training.step.objective import Objective
+from frostlab.training.step.objective import Objective, check_stack
 from packed import PAD, build, classifies, exactly, prepared, tokens
 from tiny import tiny
 
@@ -261,6 +262,24 @@ def test_a_packed_run_records_what_it_saved(tmp_path: Path) -> None:
     assert shares["packed"] == 0.0 < shares["bucketed"] < shares["padded"]
     # 90 texts of 1 + i % 17 words and an end, less those held out, in rows of 24
     assert shares["padded"] < shares["fixed"] == pytest.approx(1 - 10 / 24, abs=0.02)
+
+
+class SquaredError(Objective):
+    """A loss of another task than those that ship: the squared error of one output."""
+
+    def loss_of(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return (logits[:, 0] - batch.targets).square().sum()
+
+
+def test_a_packed_model_is_checked_by_the_loss_of_its_task() -> None:
+    data = prepared(lengths=[3, 8, 5, 12], labels=True)
+    labels = np.array([0.25, 0.5, 0.125, 1.0], np.float32)
+    split = dataclasses.replace(data.splits["train"], labels=labels)  # type: ignore[arg-type]
+    data = dataclasses.replace(data, splits={"train": split})
+    objective = SquaredError(build("gpt classifier"))
+    check_stack(objective, data, types=False, packs=True)
+    batch = pack(split, np.arange(4), PAD)
+    assert batch.targets.tolist() == labels.tolist(), "targets need not be classes"
 
 
 def test_a_model_that_cannot_be_packed_is_refused(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from frostlab.comparison.judging.statistics import (
     skewness,
     t_critical,
 )
+from frostlab.comparison.judging.wording import Answer, effect_text, excluded_costs, size_text
 from frostlab.comparison.plan import LEAST_SEEDS, Rules
 from frostlab.errors import BadInput, nearest
 from frostlab.text import enumerated
@@ -54,9 +55,9 @@ DOUBTFUL: dict[Word, str] = {  # shown in red
     "unproven": "the sentence says why the values prove nothing",
 }
 MEANINGS = JUDGED | _NEITHER | DOUBTFUL
+SHOWING_COST: tuple[Word, ...] = (*JUDGED, "identical")  # the interval shows what the arm costs
 NO_VALUE: tuple[Word, ...] = ("did not finish", "unproven")  # the effect is not known
 UNKNOWN = ("failed", "did not finish")  # reasons for a missing run that may not be the arm's fault
-Answer = Literal["yes", "no", "not shown"]
 _USUAL_GRID = 3  # if tuning tried more combinations, the level is multiplied by 3 / their number
 _SKEW_SHARE = 0.22  # share of comparisons with normal noise whose mean skewness is notable
 _SKEW_SHARE_OF_ONE = 0.1  # the same for the skewness of one arm alone, if there are several
@@ -326,7 +327,7 @@ class _Case:
                     "unproven",
                     "both runs of every pair have the same value, so no noise is seen",
                 )
-            size = _effect_text(pair).partition(" (")[0]
+            size = effect_text(pair).partition(" (")[0]
             return (
                 "unproven",
                 f"all {self.n} differences are equal ({size}); noise is not like that",
@@ -362,7 +363,7 @@ class _Case:
             return f"{arm} is {word} than {baseline} {on}: {numbers}{ending}."
         if word == "no difference found":
             costs = margin and excluded_costs(margin.answer, margin.largest, self.rules)
-            gap = (seen := self.could_have_seen) and _size_text(seen, self.rules.log)
+            gap = (seen := self.could_have_seen) and size_text(seen, self.rules.log)
             power = gap and f"a true difference of {gap} would be found in 8 of 10 such comparisons"
             ending = "".join(f"; {part}" for part in (costs, power) if part) + self._together()
             return f"no difference found between {arm} and {baseline} {on}: {numbers}{ending}."
@@ -383,7 +384,7 @@ class _Case:
 
     def _numbers(self) -> str:
         n = f"{self.n} paired seed{'s' * (self.n != 1)}"
-        return f"{_effect_text(self.pair, self.family, self.rules.level)}, {n}"
+        return f"{effect_text(self.pair, self.family, self.rules.level)}, {n}"
 
     def _missing_text(self) -> str:
         """Return the part of the sentence about runs without a finite value, or ""."""
@@ -419,7 +420,7 @@ class _Case:
         if self.rules.log:
             ends = [math.log(end) if 0 < end < math.inf else math.inf for end in ends]
         small = max(map(abs, ends)) < (math.log1p(least) if self.rules.log else least)
-        size = _size_text(least, self.rules.log)
+        size = size_text(least, self.rules.log)
         return f"; smaller than the smallest effect of interest, {size}" if small else ""
 
     def _skewed(self, pool: Pool | None) -> float | None:
@@ -481,7 +482,7 @@ class _Case:
         elif not self.rules.lower_is_better:
             effect, low, high = -effect, -high, -low
         answer: Answer = "yes" if high <= cost else "no" if low > cost else "not shown"
-        if self.missing or word not in ("better", "worse", "no difference found", "identical"):
+        if self.missing or word not in SHOWING_COST:
             answer = "not shown"
         return Margin(
             answer=answer,
@@ -543,7 +544,7 @@ class _Case:
             and seen is not None
             and seen > least
         ):
-            size = _size_text(least, self.rules.log)
+            size = size_text(least, self.rules.log)
             notes.append(f"an effect of interest, {size}, may have been missed")
         population = self.population
         if population is not None and math.isfinite(population.low):
@@ -567,32 +568,3 @@ def _filled(values: Values, seeds: Sequence[int], worst: float | None) -> list[f
         return []
     numbers = [values.get(seed, math.nan) for seed in seeds]
     return [float(number) if math.isfinite(number) else worst for number in numbers]
-
-
-def excluded_costs(answer: Answer, largest: float | None, rules: Rules) -> str:
-    """Say which costs an interval excludes, from a `Margin`'s answer and its largest cost."""
-    limit = rules.margin_text()
-    if answer == "yes":
-        return f"a cost above {limit} is excluded"
-    if largest is None:
-        return "no cost is excluded"
-    size = f"{largest:.4g} ×" if rules.log else f"{largest:.3g}"
-    return f"a cost of up to {size} is not excluded (margin: {limit})"
-
-
-def _effect_text(pair: Paired | None, family: int = 1, level: float | None = None) -> str:
-    """Format the effect and its interval: "+0.012 (95 %: +0.004 to +0.02)" or "0.93 × (…)"."""
-    if pair is None:
-        return "no pair of values"
-    number, effect = ("{:.4g}", "{:.4g} ×") if pair.log else ("{:+.4g}", "{:+.4g}")
-    if pair.n < 2:
-        return effect.format(pair.effect)
-    confidence = f"{100 * (1 - (pair.alpha if level is None else level)):.4g} %"
-    together = f" over {family} statements" if family > 1 else ""
-    ends = f"{number.format(pair.low)} to {number.format(pair.high)}"
-    return f"{effect.format(pair.effect)} ({confidence}{together}: {ends})"
-
-
-def _size_text(effect: float, log: bool) -> str:
-    """Format the size of an effect: "0.012", or "3.4 %" for a ratio."""
-    return f"{100 * effect:.3g} %" if log else f"{effect:.3g}"

@@ -9,7 +9,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -20,24 +20,12 @@ from frostlab.errors import BadInput, nearest
 from frostlab.records.finding.index import Summary, list_runs
 from frostlab.text import plain, typed
 
+_KEYS = {"value": "best", "tags": "tag", "notes": "note"}  # fields of Summary with another name
+_WITHOUT_KEY = ("folder", "report", "caution", "settings")  # report and settings have keys inside
 FACTS: dict[str, Callable[[Summary], Any]] = {
-    "name": lambda run: run.name,
-    "status": lambda run: run.status,
-    "treatment": lambda run: run.treatment,
-    "seed": lambda run: run.seed,
-    "data": lambda run: run.data,
-    "model": lambda run: run.model,
-    "steps": lambda run: run.steps,
-    "metric": lambda run: run.metric,
-    "best": lambda run: run.value,
-    "step_ms": lambda run: run.step_ms,
-    "total_seconds": lambda run: run.total_seconds,
-    "started": lambda run: run.started,
-    "ended": lambda run: run.ended,
-    "tag": lambda run: run.tags,
-    "note": lambda run: run.notes,
-    "error": lambda run: run.error,
-    "recipe_digest": lambda run: run.recipe_digest,
+    _KEYS.get(field.name, field.name): operator.attrgetter(field.name)
+    for field in fields(Summary)
+    if field.name not in _WITHOUT_KEY
 }
 _MOMENTS = ("started", "ended")
 _CONDITION = re.compile(r"\s*([^\s=!<>~\"']+)\s*(!=|<=|>=|==?|<|>|~)\s*(.*?)\s*", re.DOTALL)

@@ -115,7 +115,7 @@ def pack(
     bounds[0], bounds[1 : len(rows) + 1], bounds[-1] = 0, ends, width
 
     if tokens.labels is not None:
-        targets = np.full(examples, IGNORED, np.int64)
+        targets = np.full(examples, IGNORED, tokens.labels.dtype)
         targets[: len(rows)] = tokens.labels[rows]
     else:
         targets = np.full(width, IGNORED, np.int64)

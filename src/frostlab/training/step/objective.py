@@ -165,7 +165,11 @@ class Objective(nn.Module):
         else:
             assert batch.packing is None, "only models with a known stack are packed"
             logits = logits_of(self.model, batch.inputs)
-        return logits if want == "logits" else summed_loss(logits, batch.targets)
+        return logits if want == "logits" else self.loss_of(logits, batch)
+
+    def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
+        """Return the loss of a model's outputs, summed over scored targets."""
+        return summed_loss(logits, batch.targets)
 
     def supervised_loss(self, batch: Batch, supervision: Supervision) -> Tensor:
         """Return the sum of the supervised layers' losses, each times its weight."""
@@ -239,7 +243,7 @@ def check_stack(objective: Objective, prepared: PreparedData, types: bool, packs
     batch = pack(tokens, rows, text.pad, types=types) if packs else padded
     objective.eval()
     with torch.no_grad():
-        expected = summed_loss(logits_of(model, padded.inputs), padded.targets)
+        expected = objective.loss_of(logits_of(model, padded.inputs), padded)
         loss = objective(batch)
     objective.train(training)
     if not torch.allclose(expected, loss, rtol=1e-4):
