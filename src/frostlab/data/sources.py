@@ -457,7 +457,7 @@ def hub_splits(name: str, config: str | None, revision: str | None) -> dict[str,
 
 
 def _revision(rows: Any) -> str:
-    """Return ` at revision …` for the hub's commit, found in the cache's paths; else empty."""
+    """Return " at revision COMMIT" if the paths in the cache name the hub's commit, else ""."""
     for file in rows.cache_files:
         if match := re.search(r"/([0-9a-f]{40})/", str(file["filename"])):
             return f" at revision {match[1]}"
