@@ -1,6 +1,7 @@
 """Sources of text: find a data set's splits on disk or the Hugging Face hub, and read their rows.
 
 `plan_splits` gives each split a role: train, tune (to select checkpoints) or report (final scores).
+With `splits: published` in the recipe, there is no tune: report selects checkpoints, too.
 """
 
 import os
