@@ -149,7 +149,7 @@ def test_spoilt_rows_are_said(folder: Path, cache: Path, recipe: Make) -> None:
     assert found.notes == (
         "2 rows of train have an empty or blank text; they are kept",
         "2 rows of train have the text of another row of train, but not its label; they are kept",
-        f"labels that occur in one row only of {folder / 'train.jsonl'}: rare (line 107)",
+        f"labels that occur in only one row of {folder / 'train.jsonl'}: rare (line 107)",
         "1 rows of train have a text that is also in report; data.splits published keeps them",
     )
     honest = prepare(recipe(WORDS, **data | {"splits": "honest"}), cache=cache)

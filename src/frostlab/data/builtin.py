@@ -116,7 +116,7 @@ def _write_docstrings(
     shares = SPLIT_SHARES.items()
     counts = {split: max(least, round(share * per_package)) for split, share in shares}
     collected: list[dict[str, list[Docstring]]] = []
-    for name in packages:  # the smallest package sets the counts
+    for name in packages:  # in the end, the counts fit the smallest package
         collected.append(collect_docstrings(name, counts, pairs=kinds > 0))
         counts = {split: len(docs) for split, docs in collected[-1].items()}
         for split, count in counts.items():

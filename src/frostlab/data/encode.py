@@ -1,4 +1,4 @@
-"""Encoding of text as token arrays: of a recipe's splits, and for a trained run to read.
+"""Encoding of text as token arrays: the splits of a recipe, and other text for a trained run.
 
 A split has a role: train, tune (to select checkpoints) or report (for the final scores). A trained
 run evaluates or predicts text that is encoded with its own tokenizer.
@@ -63,7 +63,7 @@ def encode_labelled(
     length: int,
     writer: TokenWriter,
 ) -> Encoded:
-    """Write the rows of a portion with the indices `rows` as examples of at most `length` tokens.
+    """Write the rows with the indices `rows` of a portion, each cut at `length` tokens.
 
     `numbers` holds the class of every row of the portion's split.
     """
@@ -249,7 +249,7 @@ def encode_split(
     limit: int | None,
     cache: Path,
 ) -> Tokens:
-    """Encode a split as the run encoded its own; refuse a label that is not in `labels`."""
+    """Encode a split like the splits of a trained run; refuse a label that is not in `labels`."""
     rows = survey(split, columns, cache)
     portion = Portion(split, rows, np.ones(len(rows), dtype=np.bool_))
     length, stride = data.length, data.stride or data.length

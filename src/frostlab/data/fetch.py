@@ -245,7 +245,7 @@ def fetch(need: Need) -> None:
         raise BadInput(f"{need.name} is your own data, which no hub has: {need.problem}")
     if need.kind != "data" and os.path.exists(named_path(need.name, "model.name")):
         problem = "" if need.problem is None else f"{need.problem}; "
-        raise BadInput(f"{problem}{need.name} is a path here, so it is not downloaded")
+        raise BadInput(f"{problem}{need.name} is a path on this machine, so it is not downloaded")
     cache = _cache_of(need.kind)
     free = shutil.disk_usage(next(p for p in (cache, *cache.parents) if p.exists())).free
     if need.size is not None and need.size > free:

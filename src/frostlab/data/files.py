@@ -73,7 +73,9 @@ def named_path(name: str, key: str) -> Path:
         path = Path(name).expanduser()
         path.exists()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, ~nobody
-        raise BadInput(f"{key} {name!r:.80} is not a path here ({_reason(error)})") from None
+        raise BadInput(
+            f"{key} {name!r:.80} is not a path on this machine ({_reason(error)})"
+        ) from None
     return path
 
 
@@ -225,7 +227,7 @@ def _json(path: Path, file: IO[bytes]) -> Iterator[Line]:
 
 
 def _table(path: Path, file: IO[bytes], *, tabs: bool) -> Iterator[Line]:
-    """Yield the rows of a CSV or TSV file; both have quotes as `csv.writer` and pandas write them.
+    """Yield the rows of a CSV or TSV file, with cells quoted as `csv.writer` and pandas do.
 
     Some TSV files are written without quoting. A cell that begins with a quote would then swallow
     the cells and rows up to the next quote, so a TSV file with invalid quoting is refused.
@@ -375,7 +377,7 @@ def _without_long_words(text: str, ends: bool) -> Iterator[Piece]:
 
 
 def _safe_cut(buffer: str) -> int:
-    """Return where to cut a buffer: after its last whole word, else near its end; 0 if short."""
+    """Return where to cut a buffer: after its last whole word, else near its end; 0: nowhere."""
     if len(buffer) < PIECE:
         return 0
     for begin in (len(buffer) - 1024, 0):  # a search of the last characters is usually enough

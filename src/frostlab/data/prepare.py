@@ -114,8 +114,8 @@ def prepare(
 ) -> PreparedData:
     """Return a recipe's data, from the cache if they were prepared before.
 
-    The caution of the data includes the recipe's, which names stand-ins and, if a run is scaled
-    down, the scale, such as tiny.
+    Their caution, a warning to show with every score, includes the recipe's: the scale if it is
+    reduced, such as tiny, and the stand-ins that replace missing data or weights.
     """
     _check_sizes(recipe.data)
     cache = cache_folder(cache)
@@ -140,10 +140,10 @@ def data_digest(recipe: Recipe, data_dir: Path | None = None, cache: Path | None
 
 
 def find_path(recipe: Recipe, digest: str, data_dir: Path | None) -> str | None:
-    """Return the path of the data with this digest; None if the recipe's data have no path.
+    """Return the path of the data of a comparison's runs, which have this digest.
 
-    The recipe's own path is tried first, then the files and folders in the data folder; a file
-    or folder of the same name comes before the others.
+    Return None if the recipe's data have no path. The recipe's own path is tried first, then the
+    files and folders in the data folder; those of the same name come before the others.
     """
     own = getattr(recipe.data, "path", None)
     if own is None:
@@ -193,6 +193,7 @@ def _check_sizes(data: DataSettings) -> None:
                     f"data.{key} {getattr(data, key)} is too large with data.examples "
                     f"{data.examples}; the most is {MOST_DRAWN // drawn:,}"
                 )
+    # simulated EEG has 64 channels
     if isinstance(data, SimulatedEEG) and data.seconds * data.rate * 64 > MOST_VALUES:
         raise BadInput(
             f"data.seconds {data.seconds:g} is too large at {data.rate:g} Hz; the most is "
@@ -345,7 +346,7 @@ class _TextPreparation:
             some = [f"{plain(str(name)[:40])} (line {line})" for name, line in lines[:SHOWN_LABELS]]
             more = len(lines) - len(some)
             listed = ", ".join(some) + f" and {more:,} more" * (more > 0)
-            yield f"labels that occur in one row only of {self.plan.train.place}: {listed}"
+            yield f"labels that occur in only one row of {self.plan.train.place}: {listed}"
         if self.data.splits == "published" and "report" in self.surveys:
             train, report = (self.surveys[role].keys for role in ("train", "report"))
             if shared := int(np.isin(train, report).sum()):

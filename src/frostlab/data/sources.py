@@ -1,6 +1,7 @@
 """Sources of text: find a data set's splits on disk or the Hugging Face hub, and read their rows.
 
 `plan_splits` gives each split a role: train, tune (to select checkpoints) or report (final scores).
+With `splits: published` in the recipe, there is no tune: report selects checkpoints, too.
 """
 
 import os
@@ -457,7 +458,7 @@ def hub_splits(name: str, config: str | None, revision: str | None) -> dict[str,
 
 
 def _revision(rows: Any) -> str:
-    """Return ` at revision …` for the hub's commit, found in the cache's paths; else empty."""
+    """Return " at revision COMMIT" if the paths in the cache name the hub's commit, else ""."""
     for file in rows.cache_files:
         if match := re.search(r"/([0-9a-f]{40})/", str(file["filename"])):
             return f" at revision {match[1]}"

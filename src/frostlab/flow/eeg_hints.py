@@ -1,8 +1,8 @@
 """Rules of thumb of a published EEG study: a steady gradient norm, and what to try in trouble.
 
-docs/eeg.md repeats the study and its Conformer. By its rule, the norm of the whole gradient
-(`Gradient/norm` in TensorBoard) stays between 1 and 10; it also has advice for three troubles. Both
-are shown with the run's own numbers. They are advice: no run fails because of them.
+docs/eeg.md repeats this study of a Conformer. By the study's rule, the norm of the whole gradient
+(`Gradient/norm` in TensorBoard) stays between 1 and 10; the study also has advice for three
+troubles. Both are shown with the run's own numbers, and no run fails because of them.
 """
 
 import math

@@ -57,7 +57,7 @@ class PartFacts:
     peers: str  # the role; in an unknown architecture, the module's path with `*` for numbers
     stack: str  # such as "encoder"; empty if the model has one stack, or outside the stacks
     layer: int | None  # index in the stack; None if no layer, or several, hold the part
-    state: str  # trainable, frozen, or fixed: the model never trains it
+    state: str  # trainable, frozen, or fixed (never trained by the model)
     tensors: tuple[str, ...]  # names of its tensors
     learning: tuple[str, ...]  # tensors that require a gradient
     missing: tuple[str, ...]  # tensors that require a gradient and are in no optimizer
@@ -108,8 +108,8 @@ class Report:
     values: dict[str, tuple[float, ...]]
     rates: tuple[float, ...]  # learning rate of each group; NaN if the group has none
     unreached: tuple[str, ...] = ()  # trainable tensors whose gradient was None
-    # max |g| of each tensor, averaged over the tensors of the front (first two layers), the back
-    # (last two) and the output (head)
+    # front (first two layers), back (last two) and output (head) → max |gradient| of a tensor,
+    # averaged over the tensors
     largest: dict[str, float] = field(default_factory=dict)
     ranges: dict[str, float] = field(
         default_factory=dict
@@ -385,7 +385,7 @@ def _check_flow(flow: Flow, where: str) -> None:
     groups, parts = range(len(flow.groups)), range(len(flow.parts))
     for part in flow.parts:
         if any(group not in groups for group in part.groups):
-            raise BadInput(f"{where}: `groups` of the part {plain(part.name)} do not exist")
+            raise BadInput(f"{where}: the part {plain(part.name)} has a group that does not exist")
     for report in flow.reports:
         if report.step < 0:
             raise BadInput(f"{where}: the step {report.step} is negative")

@@ -44,7 +44,7 @@ class Probe:
     the range of the weights of every parameter in the front.
 
     It keeps a copy of the initial weights for `distance`, a copy of the previous gradients for
-    `gradient_cosine` and, between `before_step` and `after_step`, the copies of `Updates`.
+    `gradient_cosine` and, between `before_step` and `after_step`, the copies that `Updates` makes.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Probe:
             torch.zeros_like(local(p), dtype=_product_dtype(local(p).dtype))
             for p in (layout.parameters if gradient_cosine else ())
         ]
+        # |gradient|² in this process; `_reduce` overwrites the view with the sum over processes
         self._energy = torch.zeros_like(self.views["energy"])
 
     def _groups(self) -> list[dict[str, Any]]:

@@ -53,7 +53,7 @@ _ROWS = 60  # in a terminal, more parts than this are merged into layers
 
 
 def as_text(flow: "Flow", width: int | None = None) -> str:
-    """Return the last report as a table, the findings, and the ratios of front and back to head."""
+    """Return the last report as a table, the findings, and the values of `DepthRatios`."""
     caution = [f"caution: {flow.caution}"] if flow.caution else []
     if not flow.reports:
         return "\n".join(map(plain, [f"{flow.model}: no step has been measured yet", *caution]))

@@ -73,7 +73,7 @@ class _PlacedTensor:
     name: str
     place: Place
     parameter: nn.Parameter
-    state: str  # trainable, frozen, or fixed: the model never trains it
+    state: str  # trainable, frozen, or fixed (never trained by the model)
     axis: int  # the axis of the rows
     rows: Rows | None  # the tensor's rows in `parameter`; None: all rows
     peers: str  # the role; in an unknown architecture, the module's path with `*` for numbers

@@ -83,13 +83,12 @@ class TensorBoard:
     ) -> None:
         """Write a flow report: the whole gradient's norm, three values per part, and a depth ratio.
 
-        Here, `Gradient/norm` is the norm after clipping; the `Gradient/norm` that `training` writes
-        is the norm before clipping.
-        The depth ratio is the gradient size of the first two layers divided by that of the head, if
-        both are known. The three values are the norms of gradient and update, and the update's norm
-        relative to the weights. A value that was not measured, such as a frozen part's, gets no
-        point; a part with NaN or infinity gets points as measured. `at` is the time of the step, by
-        default now.
+        The three values are the norms of gradient and update, and the update's norm relative to the
+        weights. A value that was not measured, such as a frozen part's, gets no point; a part with
+        NaN or infinity gets points as measured. The depth ratio is the gradient size of the first
+        two layers divided by that of the head, if both are known. The tag `Gradient/norm` has the
+        norm after clipping here, but the norm before clipping if `training` writes it. `at` is the
+        time of the step, by default now.
         """
         norms = [x for x in report.values["gradient"] if not math.isnan(x)]
         if norms or report.broken:
@@ -278,9 +277,10 @@ class _EventWriter:
 
 
 def check_folder(folder: Path, run: Path, resumes: bool) -> None:
-    """Refuse a folder inside the run's folder, and for a new run also a folder with event files.
+    """Refuse a folder inside the run's folder and, for a new run, a folder with event files.
 
-    The curves of two runs would mix. A resumed run replaces the curves that it finds.
+    With the event files of another run, the curves of both would mix. A resumed run replaces the
+    curves that it finds.
     """
     require("tensorboardX", "tensorboard", "writing event files")
     if folder.resolve().is_relative_to(run.resolve()):

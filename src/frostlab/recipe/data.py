@@ -77,7 +77,7 @@ class Synthetic(Generated):
 
     @property
     def vocabulary(self) -> int:
-        """The number of token ids: a symbol has one, in recall two; and padding."""
+        """The number of ids: of the symbols (in recall, as keys and as values) and padding."""
         return (2 if self.name == "recall" else 1) * self.symbols + 1
 
     @property

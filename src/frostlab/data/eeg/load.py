@@ -37,7 +37,7 @@ FORMAT = 3  # version of stored recordings; raise it when simulation or preproce
 
 
 def load_signals(data: EEGData, data_dir: Path | None, cache: Path) -> Signals:
-    """Return a recipe's recordings as windows; its `hop` and `windows` apply to train only."""
+    """Return a recipe's recordings as windows; `data.hop` and `data.windows` are for train only."""
     source = load_recordings(data, data_dir, cache)
     rows = {subject: row for row, subject in enumerate(source.subjects)}
     folder = find_folder(data.path, data_dir) if isinstance(data, RecordedEEG) else None
@@ -117,8 +117,8 @@ def load_undivided(
 ) -> dict[str, Windows]:
     """Return all recordings of a folder as windows, to evaluate a trained model.
 
-    `report` has the recordings of `subjects`, which the model was trained on, and `unseen` the
-    others. All recordings must have the model's `channels`.
+    `subjects` are those that the model was trained on: `report` has their recordings, and `unseen`
+    has all others. All recordings must have the model's `channels`.
     """
     folder = find_folder(data.path, data_dir)
     sources = _sources(data, folder)

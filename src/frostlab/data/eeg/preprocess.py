@@ -124,7 +124,7 @@ def check_eeg(name: str, eeg: Array, channels: tuple[str, ...]) -> None:
 
 
 def check_durations(name: str, eeg: int, envelope: int, rates: tuple[float, float]) -> None:
-    """Refuse different durations, but allow one sample of difference if the rates differ."""
+    """Refuse different durations; if the rates differ, allow one sample of the lower rate."""
     if abs(eeg / rates[0] - envelope / rates[1]) > (rates[0] != rates[1]) / min(rates) + 1e-9:
         raise BadInput(
             f"{name}: the EEG has {eeg} samples at {rates[0]:g} Hz and the envelope {envelope} at "

@@ -49,7 +49,7 @@ class Recordings:
     channels: tuple[str, ...]
     splits: dict[str, tuple[Recording, ...]]  # role → recordings; unseen may be missing
     subjects: tuple[str, ...]  # subjects in train, in the order of the subject embedding's rows
-    known: dict[str, float]  # reference scores, such as best_r, a bound on the correlation r
+    known: dict[str, float]  # reference scores, such as best_r, an upper bound on correlations
     origin: dict[str, str]  # role → where the recordings come from
     caution: str | None  # a warning to show with every score
     digest: str
