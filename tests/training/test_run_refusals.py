@@ -105,7 +105,7 @@ def test_a_batch_that_cannot_fit_is_refused_before_training(
     parts = tiny(model__width=64, train__batch=256, train__accumulate=16, train__epochs=1)
     fl.run(parts, runs=tmp_path / "parts")
     monkeypatch.setattr(setup, "free_bytes", lambda device: 1_000_000)
-    with pytest.raises(fl.BadInput, match="this model is too large for it, even with the smallest"):
+    with pytest.raises(fl.BadInput, match="too large for this device, even with the smallest"):
         fl.run(recipe, runs=tmp_path)
     monkeypatch.setattr(setup, "free_bytes", lambda device: None)
     fl.run(tiny(train__epochs=1), runs=tmp_path / "unknown")

@@ -163,7 +163,8 @@ def table(results: Sequence[Result]) -> Group:
     grid = Table(
         title="ours ÷ theirs: ratio of times, below 1 if ours is faster; "
         "[10th, 90th percentile of rounds]; loop: torch.compile with reduce-overhead, fused AdamW; "
-        "ceiling: the shortest time that the device's peak speed allows"
+        "ceiling: the shortest time that the device's peak speed allows; of ceiling: ceiling ms ÷ "
+        "ours ms; MFU: matmul FLOP/s of our step ÷ the highest that the device reached"
     )
     for name in _COLUMNS:
         grid.add_column(name, justify="left" if name == "benchmark" else "right")

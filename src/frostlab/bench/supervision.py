@@ -1,6 +1,6 @@
 """The benchmark of deep supervision, a loss at every layer.
 
-The loss is either fused with the head, so that there is never a full tensor of logits, or not.
+Our side fuses the loss with the head, in chunks of tokens; their side keeps all logits in memory.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ class PlainLogits(Objective):
 
 
 def decoder_config(small: bool) -> DecoderConfig:
-    """Return the config of the progressive-training model, or of a small variant of it."""
+    """Return the config of the decoder of docs/progressive.md, or of a small variant of it."""
     return DecoderConfig(vocabulary=400, width=16) if small else DecoderConfig()
 
 
@@ -80,9 +80,9 @@ def deep_work(config: DecoderConfig, length: int, tokens: int, frozen: int = 0) 
 def deep_supervision(settings: BenchSettings) -> Iterator[Result]:
     """Train a decoder with a loss at every layer: fused with the head, against plain logits.
 
-    The first case trains four layers. The other two are the phases of progressive training: the
-    first trains three layers; the second adds a layer and trains only it and the head, with a loss
-    at all four layers. Each case is also timed against a loss at the last layer only.
+    The first case trains four layers. The other two are the phases of progressive training: phase 1
+    trains three layers; phase 2 adds a layer and trains only it and the head, with a loss at all
+    four layers. Each case is also timed against a loss at the last layer only.
     """
     config = decoder_config(settings.small)
     yield _deep_supervision(settings, config, "4 layers")
@@ -136,8 +136,8 @@ def _deep_supervision(
         step=loops[0].kind_and_reason,
         notes=(
             "theirs: all logits in memory, {} step ({})".format(*loops[1].kind_and_reason),
-            f"a step with a loss at every layer takes {against_last['ratio']:.2f} times one with "
-            "a loss at the last layer",
+            f"a step with a loss at every layer takes {against_last['ratio']:.2f} times as long as "
+            "one with a loss at the last layer only",
         ),
         extra={
             "deep_ms": against_last["ours_ms"],

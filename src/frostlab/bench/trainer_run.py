@@ -1,8 +1,8 @@
 """A whole run by the Hugging Face Trainer: `python -m frostlab.bench.trainer_run JOB`.
 
 The job is a folder with `job.json` and the token arrays of each split. The program trains,
-evaluates every epoch, keeps the best checkpoint, evaluates its weights on the report split, and
-writes `outcome.json` to the folder. It imports nothing of frostlab but the model.
+evaluates every epoch, keeps the best checkpoint, evaluates its weights on the `report` (test)
+split, and writes `outcome.json` to the folder. Of frostlab, it imports only the models.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Whole runs, from the start of the process to its end: `frostlab run` against the Trainer.
 
 Both sides train the same model on the same tokens for the same number of epochs, evaluate it every
-epoch, keep the best checkpoint, and evaluate its weights on the report split. Each does so in a
-process of its own, one after another. Before that, the data are prepared and cached for both.
+epoch, keep the best checkpoint, and evaluate its weights on the `report` (test) split. Each does so
+in a process of its own, one after another. Before that, the data are prepared and cached for both.
 """
 
 import json
@@ -238,12 +238,12 @@ def _trainer(job: dict[str, Any], prepared: Prepared) -> Side:
 def _check_losses(settings: BenchSettings, recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
     """Compare both sides' losses on one batch without dropout, as in the other benchmarks."""
     changed = recipe.model.model_copy(update={"dropout": 0.0})
-    calm, tokens = recipe.model_copy(update={"model": changed}), prepared.splits["train"]
+    without_dropout, tokens = recipe.model_copy(update={"model": changed}), prepared.splits["train"]
     rows = np.arange(min(recipe.train.batch, len(tokens)))
     feed = first_batch_only(lambda _: collate(tokens, rows, prepared.pad))
 
     def model() -> Any:
-        return enlarge_head(build_for(calm, prepared), "head")
+        return enlarge_head(build_for(without_dropout, prepared), "head")
 
     our_losses = first_losses(FrostlabLoop(model(), feed, _CHECKED, settings).step)
     trainer = TrainerLoop(Classifier(model()), FeedDataset(feed), _CHECKED, settings)

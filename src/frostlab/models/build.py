@@ -361,7 +361,7 @@ _ASSUMED, _AT_MOST = " (assumed)", " at most"
 
 
 def _config_at_hand(name: str) -> tuple[str, str]:
-    """Return the name and ""; if its config is unavailable, its architecture and a note."""
+    """Return a name and no note; if its config is not available, its architecture and a note."""
     try:
         find_config(name)
     except Refused:

@@ -1,9 +1,9 @@
-"""Conformer for EEG, which decodes a speech envelope sample by sample (docs/conformer.md).
+"""Conformer for EEG, which decodes the envelope of speech (its loudness) sample by sample.
 
 The layers follow Gulati et al. (2020). The config sets the head, the residual connection around
 the whole stack of layers, and the factor by which the gradient into the stack is scaled. The
 variant `published` has the layers, the channel attention, the subject projection and the initial
-weights of the code that the authors of this EEG decoder published.
+weights of the code that the authors of this EEG decoder published (docs/conformer.md).
 """
 
 import math

@@ -23,7 +23,8 @@ from frostlab.models.gpt import GPT
 
 Ended = Literal["end", "length", "positions"]
 _ROWS = 64  # the most samples that are generated at once
-_CANDIDATES = 1024  # sort only this many of the most probable tokens if they sum to over top_p
+# sort only this many of the most probable tokens if their probabilities sum to more than top_p
+_CANDIDATES = 1024
 # exceeds the rounding error of a sum of probabilities in float64, but not in float32 (used on MPS)
 _MARGIN = 1e-9
 _LONGEST = 2**20  # the most tokens of a sample

@@ -252,7 +252,7 @@ class LlamaStack(CausalStack):
         return super().layer_arguments(x, packing) | {"position_embeddings": angles}
 
 
-STACKS: dict[str, Any] = {
+STACKS: dict[str, Any] = {  # class of a model of transformers → its stack
     "BertForSequenceClassification": BertStack,
     "BertLMHeadModel": BertStack,
     "GPT2LMHeadModel": GPT2Stack,

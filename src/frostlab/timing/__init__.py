@@ -1,1 +1,1 @@
-"""Timing: clocks, interleaved measurements, and lower bounds on the time of a step."""
+"""Timing: clocks, interleaved measurements, and bounds on the time and memory of a step."""

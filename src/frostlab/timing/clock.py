@@ -4,8 +4,8 @@
 are events that are read later; on other devices, they are readings of the host's clock. Phases
 (data, validation, checkpoints) are timed on the host. A phase that does not wait for a GPU runs
 while the GPU still works on earlier steps, so its seconds count as overlapped and are not
-subtracted from the training time. Building a step, with warming it up, is timed separately, outside
-the total, because the first step that a process builds takes far longer to build than later ones.
+subtracted from the training time. The setup of a step (its building and warm-up) is timed
+separately, outside the total, because the first setup of a process takes far longer than others.
 
 `WallClock` times the parts of a whole program, from its start. `BlockClock` times a block of steps;
 the device is idle before and after the block. `Meter` measures the seconds and the peak memory

@@ -5,7 +5,8 @@ it is trained, input gradient. Freezing removes the weight gradient. The two pro
 attention (scores and mixing) cost more per token in longer sequences, and they need a backward pass
 if anything below or inside the attention is trained. A kernel for causal attention that skips the
 masked half needs half of these FLOPs. A learned table of relative positions costs one more product:
-every query with the row of every distance.
+every query with the row of every distance. The functions read a model's `Anatomy`: the list of its
+parts (weights, or the rows of one role in a fused weight), each frozen or trainable.
 
 The results are bounds, because only matmuls and the optimizer's memory traffic are counted. A step
 of only matmuls would be at most `speed_up` times as fast, and at the measured rates of a device, no

@@ -328,7 +328,7 @@ class Drift:
 def drift_of(seconds: Sequence[float], began: Sequence[float], starts: Sequence[int]) -> Drift:
     """Estimate the drift of the baseline from the seconds and start times of its blocks.
 
-    Only blocks of the same batches are compared; `starts` has the first batch of each block.
+    Only blocks of the same batches are compared; `starts` holds the index of each first batch.
     """
     logs, times = np.log(np.asarray(seconds, float)), np.asarray(began, float)
     first_batches, late = np.asarray(starts), np.arange(len(logs)) >= len(logs) // 2

@@ -1,9 +1,9 @@
-"""The memory of a training step: an estimate, and a lower bound; and the peak of a run on a GPU.
+"""The memory of a training step (an estimate and a lower bound), and of a run on a GPU (its peak).
 
-Each counts weights, gradients, the optimizer's moments, and the values that a transformer's layers
-keep for the backward pass. The estimate also counts a language model's logits. The bound counts
-only values that every step has to keep if it recomputes nothing in the backward pass. The peak of a
-run also counts the logits of evaluations, and the workspaces of cuBLAS.
+All three count weights, gradients, the optimizer's moments, and the values that a transformer's
+layers keep for the backward pass. The estimate also counts a language model's logits. The bound
+counts only values that every step has to keep if it recomputes nothing in the backward pass. The
+peak of a run also counts the logits of evaluations, and the workspaces of cuBLAS.
 """
 
 from collections.abc import Sequence

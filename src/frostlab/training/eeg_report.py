@@ -1,4 +1,8 @@
-"""The report of an EEG run: decoded recordings, scored against a linear baseline."""
+"""The report of an EEG run, whose model decodes speech envelopes (loudness over time) from EEG.
+
+The model reads windows, which are pieces of a recording. The report scores whole decoded recordings
+against a linear baseline.
+"""
 
 import json
 from pathlib import Path

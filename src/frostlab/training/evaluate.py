@@ -36,9 +36,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return every metric of the task over a split, or over its first batches if `most` is given.
 
-    If a batch does not fit into a GPU's memory, of which graphs of captured steps may occupy a
-    part, all examples are evaluated again in smaller batches; with several processes, the error is
-    raised.
+    If a batch does not fit into a GPU's memory (CUDA graphs of training steps may occupy a part of
+    it), all examples are evaluated again in smaller batches. With several processes, or if `batch`
+    is 1, the error is raised.
 
     Args:
         batch: how many of the longest examples fill a batch.
@@ -162,8 +162,8 @@ def register_metric(
         compute: a function that takes the `Totals` of a split and returns a number.
         task: `classification` or `language`.
         lower_is_better: whether a lower value is better.
-        ratio: whether a comparison takes the ratio of two arms' values, which must be positive,
-            instead of their difference.
+        ratio: whether a comparison of two arms (trained variants) takes the ratio of their values,
+            which must be positive, instead of the difference.
         bounds: the least and the largest possible value, at which charts cut intervals off.
 
     A name can be registered again only with a function of the same module and name, as when a
@@ -230,7 +230,10 @@ class TextTally:
 
 @dataclass
 class EnvelopeTally:
-    """Sums of loss and Pearson's r over windows; `eeg_report` scores whole recordings."""
+    """Sums of loss and Pearson's r over windows, which are pieces of recordings.
+
+    Whole recordings are scored by `frostlab.training.eeg_report`.
+    """
 
     objective: EnvelopeObjective
     device: torch.device

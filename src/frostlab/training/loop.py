@@ -54,8 +54,8 @@ from frostlab.training.step.optimizer import optimizer_tensors, rate_at, restore
 from frostlab.training.step_log import Entry, StepLog
 from frostlab.training.treatment import count_parameters
 
-# Fewest steps between two evaluations that write histograms; at a stage's last step, histograms
-# are always written.
+# Fewest steps between two evaluations that write histograms. The last step of a stage writes them
+# in any case, unless early stopping ended the stage.
 _HISTOGRAM_STEPS = 100
 # Seconds between two attempts to take a turn. A turn is the permission to take steps, which a run
 # needs if its queue has more runs on a device than may train at once.
@@ -217,7 +217,7 @@ def _wait_for_turn(context: RunContext, turn: Turn) -> None:
 def _check_order(context: RunContext, progress: Progress) -> None:
     """Refuse to go on if the processes did not take their examples from the same batches.
 
-    Each process digests the rows of the whole batch, and trains on some of them.
+    Each process computes a digest of all examples of a step, and trains on some of them.
     """
     if not context.world.same(progress.order):
         raise FrostlabError(f"step {progress.step}: the processes have different batches")
@@ -327,7 +327,7 @@ def _evaluate(
 
 
 def _selecting_split(context: RunContext) -> str:
-    """Return the split that selects the best weights: `tune`, or `report` if there is no `tune`."""
+    """Return the split that selects the best weights: `tune` or, without it, `report` (test)."""
     return "tune" if "tune" in context.prepared.splits else "report"
 
 

@@ -18,7 +18,7 @@ from frostlab.errors import BadInput
 from frostlab.launcher import rank
 from frostlab.text import hms, plain, short
 
-_READ_SECONDS = 0.4  # read the loss this often, even if the bar is drawn less often
+_READ_SECONDS = 0.4  # most seconds between readings of the loss; bars may be drawn less often
 _LABEL = 24  # longest name of a run, in characters, so that a bar fits 80 columns
 _SHOWN_LINES = 20  # lines that a notebook shows above the bar; it only counts earlier lines
 
@@ -119,7 +119,7 @@ class Display:
         """Show the bar at `step`.
 
         `steps` is the most steps that the run can take, and `stage_began` the number of steps
-        before the current stage.
+        before the current stage. `caution` is a warning about the run's numbers, shown first.
         """
         if caution:
             self.say(f"caution: {caution}")

@@ -80,7 +80,7 @@ def read_progress(context: RunContext, checkpoint: Checkpoint) -> Progress:
 
 
 def restore(context: RunContext, progress: Progress, checkpoint: Checkpoint) -> None:
-    """Rebuild the model if the checkpoint is of a later stage, and load the saved weights."""
+    """Rebuild the model, unless the run is in its first stage, and load the saved weights."""
     if progress.stage:
         stages = context.stages[: progress.stage + 1]
         built = build_model(context.recipe, context.prepared, stages)

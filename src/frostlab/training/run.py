@@ -114,7 +114,7 @@ def run(
         runs: the folder for runs without `out`.
         data_dir: the folder with the data sets.
         resume: continue the unfinished run in `out`, or the newest unfinished run of this recipe in
-            `runs`. Without any run, begin one; refuse a finished or diverged run.
+            `runs`. If there is no run yet, begin one; refuse a finished or diverged run.
         tensorboard: a folder to which TensorBoard event files are written during the run. A scaled
             run, or one with stand-ins, writes them to a subfolder whose name says so.
         scale: tiny or small: fewer examples, fewer steps and narrower layers; full: the
@@ -289,8 +289,8 @@ def _continue(
 ) -> tuple[StageModel, Checkpoint | None]:
     """Record the resume; return the first stage's model and the newest undamaged checkpoint.
 
-    The checkpoint is None if the run has none. Data and initial weights must be unchanged. The
-    model's audit gets the recorded digests of frozen weights.
+    The checkpoint is None if the run has none. Data and initial weights must be unchanged. From now
+    on, frozen weights are compared with the digests that the run recorded.
     """
     recorded, current = RunRecord(path).digests, assembly.current
     for name, shown in (("data", "data"), ("weights", "initial weights")):
@@ -370,7 +370,7 @@ def failure_of(error: BaseException, recipe: Recipe) -> Failure:
 def _train_and_report(
     context: RunContext, resumed: Checkpoint | None, meter: Meter, wall: WallClock
 ) -> None:
-    """Train, then evaluate on the `report` split; write `result.json` even if an error occurs.
+    """Train, then evaluate on the `report` (test) split; write `result.json` even after an error.
 
     `meter` has measured the device's memory since before the model was moved to the device.
     """
@@ -396,7 +396,7 @@ def _train_and_report(
             wall.end_part("report")
         except BaseException as error:
             failure = failure_of(error, context.recipe)
-            # perhaps the weights that were evaluated have not been saved
+            # a result must not describe weights that perhaps could not be saved
             metrics, scores, weights_digest = None, None, None
             with suppress(BaseException):  # the first error is the one to report
                 context.writer.wait()
@@ -443,7 +443,8 @@ def _write_end(
 def _report(context: RunContext, progress: Progress) -> Report:
     """Evaluate the best weights on the `report` split.
 
-    With `splits: published`, this split has also selected the weights, and the record says so.
+    With the setting `data.splits: published`, this split has also selected the weights, and the
+    record says so.
     """
     best_step, audit = progress.best.step, context.current.audit
     if best_step != progress.step:  # if equal, the model still has the best weights

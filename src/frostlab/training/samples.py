@@ -1,8 +1,9 @@
 """Texts that a language model generates at the end of its run, written to samples.json.
 
 With its best weights, the model begins a new text and continues the first texts of the `report`
-split. The seed is fixed, so `frostlab generate` with the same prompts and settings gives the same
-texts. The random numbers come from a generator of their own, so torch's random state is unchanged.
+(test) split. The seed is fixed, so `frostlab generate` with the same prompts and settings gives the
+same texts. The random numbers come from a generator of their own, so torch's random state is
+unchanged.
 """
 
 import json
@@ -37,7 +38,7 @@ _EXAMPLES = 100
 
 
 def write_samples(context: RunContext, progress: Progress) -> None:
-    """Write samples.json, if this process writes, and the data are texts for a language model.
+    """Write samples.json in rank 0, if the data are texts for a language model.
 
     A model that cannot generate, such as one without a causal mask, leaves a note in the record.
     """

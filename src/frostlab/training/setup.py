@@ -9,7 +9,8 @@
 
 A treatment changes, adapts or freezes weights before training. A stage is a sequence of steps that
 train the same weights. Runs, later stages, resumed runs, the timed arms (variants) of comparisons
-and `--check` use these functions; `frostlab.training.restore` adds weights that a run has saved.
+and the option `--check` (which estimates the time and memory of a run) use these functions;
+`frostlab.training.restore` adds weights that a run has saved.
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,9 +63,10 @@ from frostlab.training.treatment import (
     weight_digests,
 )
 
-# Preparing a batch width on a GPU takes as long as training on _WIDTH_WORK / n tokens, where n is
-# the number of elements of a layer's largest weight; both take longer with more layers. With
-# imdb-gpt (n is 512 × 2048), a width took 0.22 s on an H200, and a step of 4,500 tokens 3 ms.
+# On a GPU, the first use of a batch width (the length to which examples are padded) costs as much
+# time as training on _WIDTH_WORK / n tokens, where n is the number of elements of a layer's largest
+# weight; both times grow with the number of layers. With the recipe imdb-gpt (n is 512 × 2048), a
+# first use took 0.22 s on an H200, and a step of 4,500 tokens 3 ms.
 _WIDTH_WORK = 3.3e11
 
 
@@ -116,7 +118,7 @@ def modes_of(recipe: Recipe, device: torch.device) -> Iterator[None]:
 
 
 def _set_autocast(enabled: dict[str, bool], deeper: int) -> None:
-    """Set autocast for each device, empty its cache, and add `deeper` levels of nesting."""
+    """Set autocast for each device, empty its cache, and nest it `deeper` levels (may be < 0)."""
     torch.clear_autocast_cache()
     for kind, value in enabled.items():
         torch.set_autocast_enabled(kind, value)
@@ -222,7 +224,10 @@ def make_step(
     *,
     watches_inside: bool = False,
 ) -> EagerStep:
-    """Return a stage's step with its optimizer; recipe, batches and device decide its kind.
+    """Return a stage's step with its optimizer.
+
+    Recipe, batches and device decide whether the step is eager, compiled or captured (see
+    `frostlab.training.step`).
 
     `watches_inside`: whether the measurement of gradient flow (norms of gradients and updates)
     also reads activations of the forward pass.
@@ -305,9 +310,9 @@ def check_memory(
     if free is None or take_apart(model) is None or train.parallel == "fsdp":
         return
     structure, examples = anatomy(model), len(prepared.splits["train"])
-    # at least one batch has a mean length of this or more, whatever the order
+    # in any order, the examples of at least one batch have this mean length or a larger one
     length = _mean_length(recipe, prepared)
-    micro_batches = train.accumulate * world.size  # of which a device holds one at a time
+    micro_batches = train.accumulate * world.size  # a device holds one of them at a time
     least = least_memory(structure, compute.precision.itemsize, recipe.optim.facts)
     needed = least.of(min(train.batch, examples) / micro_batches * length)
     if needed <= free:
@@ -321,7 +326,9 @@ def check_memory(
     )
     largest = int(estimate.tokens_in(free) / length) * micro_batches
     if largest < micro_batches:
-        raise BadInput(f"{problem}; this model is too large for it, even with the smallest batch")
+        raise BadInput(
+            f"{problem}; this model is too large for this device, even with the smallest batch"
+        )
     advice = f"a batch of about {largest} would fit, or a larger one with train.accumulate"
     raise BadInput(f"{problem}; {advice}")
 

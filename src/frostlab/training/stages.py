@@ -33,7 +33,8 @@ class Stage:
     name: str
     steps: int  # most steps; the stage may end earlier by `patience`
     patience: int | None = None  # evaluations without improvement before the stage ends
-    # selections of parts to train (None: all); parts that the treatment freezes never learn
+    # selections of parts to train, such as `query` or `layers[0]` (None: all); parts that the
+    # treatment freezes never learn
     train: tuple[str, ...] | None = None
     add: Add | None = None  # layers to add at the beginning
     lr: float | None = None  # the highest learning rate; None: optim.lr
@@ -141,13 +142,13 @@ def _stage(recipe: Recipe, name: str, settings: StageSettings, examples: int) ->
 
 
 # Slot → optimizer state. A slot is a parameter of the unmodified model, which freezing may split
-# into several parameters. The list has the rows and state tensors of those that were trained.
+# into several parameters. For each of these that was trained, the list has its rows and its state.
 StateBySlot = dict[str, list[tuple[Rows, dict[str, Tensor]]]]
 
 
 @dataclass(frozen=True)
 class Entered:
-    """The result of entering a stage: its newest layers, and the former names of its tensors."""
+    """The result of entering a stage: the model's newest layers, and its tensors' former names."""
 
     new: tuple[str, ...] = ()  # name prefixes of the layers that were added last
     old_names: dict[str, str] | None = None  # present name → former name; None: no layer was added

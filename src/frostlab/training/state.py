@@ -134,7 +134,7 @@ class Tally(Protocol):
         """Return every metric of the task, over all processes."""
 
 
-# The metrics of the `report` split, and the scores for result.json (None except for EEG).
+# The metrics of the `report` (test) split, and the scores for result.json (None except for EEG).
 Report = tuple[dict[str, float], dict[str, Any] | None]
 
 

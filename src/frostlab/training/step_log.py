@@ -63,9 +63,9 @@ class StepLog:
     """
 
     def __init__(
-        self, step: EagerStep, watch: Stopwatch, world: World, folder: RunFolder | None
+        self, step: EagerStep, clock: Stopwatch, world: World, folder: RunFolder | None
     ) -> None:
-        self._step, self._watch, self._world, self._folder = step, watch, world, folder
+        self._step, self._clock, self._world, self._folder = step, clock, world, folder
         self._runs_ahead = runs_ahead(step.device)
         self._entries: list[Entry] = []
         self._first: int | None = None  # the first logged step
@@ -133,10 +133,10 @@ class StepLog:
         clipped = is_clipped(values[:, 1], self._step.clip) & (values[:, 2] < 0)
         self._loss = losses[-1]
         assert self._first is not None
-        times = self._watch.milliseconds([entry.lap for entry in block])
+        times = self._clock.milliseconds([entry.lap for entry in block])
         for entry, ms in zip(block, times, strict=True):
             kind = "new_shapes" if entry.new_shape else "steps"
-            self._watch.count_step("first_steps" if entry.step == self._first else kind, ms)
+            self._clock.count_step("first_steps" if entry.step == self._first else kind, ms)
         self._write_flow()
         if self._folder is not None:
             self._folder.event(
@@ -176,9 +176,9 @@ def _short(value: float) -> float | None:
     return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
-def wall_record(wall: WallClock, watch: Stopwatch) -> WallRecord:
+def wall_record(wall: WallClock, clock: Stopwatch) -> WallRecord:
     """Return how this process spent its time."""
-    parts, phases, steps = wall.seconds, watch.phases, watch.steps
+    parts, phases, steps = wall.seconds, clock.phases, clock.steps
     seconds = {
         "starting": parts["starting"],
         "data": parts.get("data", 0.0) + phases.get("data", 0.0),

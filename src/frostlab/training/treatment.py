@@ -83,14 +83,14 @@ def register_treatment(
     *,
     freeze: Sequence[str] = (),
 ) -> None:
-    """Register a treatment: recipes can set `treatment: NAME`, comparisons can use it as an arm.
+    """Register a treatment; recipes can then set `treatment: NAME`, and comparisons can train it.
 
     Args:
         name: a name that no other treatment has.
         change: a function that takes the model on the CPU and the run's seed, and changes weights
             in place. It must draw from its own random generator, and leave torch's generator as
             it was, so that nothing drawn later depends on the treatment.
-        freeze: selections to freeze afterwards.
+        freeze: selections to freeze afterwards, such as `query` or `layers[0]`.
 
     A name can be registered again only with a function of the same module and name, as when a
     notebook cell runs again.
@@ -122,7 +122,7 @@ def treat(model: nn.Module, recipe: Recipe, *, init: bool = True) -> set[str]:
 
 
 def treated_parts(model: nn.Module, recipe: Recipe) -> Anatomy:
-    """Add the recipe's adapters to a model; return its parts as the treatment would freeze them.
+    """Add the recipe's adapters to a model; return its parts, marked as the treatment freezes them.
 
     No weight gets a new value, so the model may be on the meta device.
     """

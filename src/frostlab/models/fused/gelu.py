@@ -1,4 +1,4 @@
-"""GELU after a linear map; on CUDA, its backward kernels also compute the bias's gradient."""
+"""GELU after a linear map; on CUDA, its backward kernels also yield the map's bias gradient."""
 
 from typing import Any
 

@@ -2,7 +2,7 @@
 
 One kernel adds a branch to the residual stream, normalises the sum, and writes the result in the
 dtype in which the next linear map needs it. Two more compute all gradients, including those of the
-branch before its dropout and of the branch's bias.
+branch before its dropout, and of the bias of the linear map that ends the branch.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ def add_and_norm(
 def keep_and_norm(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Return x, and x normalised.
 
-    If the caller goes on with the returned x, one backward kernel adds both gradients.
+    If the caller goes on with the returned x, one kernel adds the gradients of both results.
     """
     if not has_kernel(x, norm):
         return x, norm(x)

@@ -28,7 +28,8 @@ from frostlab.training.distributed import Compute
 def packs_examples(train: Train) -> bool:
     """Return whether a recipe packs several examples into one row, in all or some of its stages.
 
-    With `train.cache_prefix`, the stages that use the cache pack, whatever `train.batching` is.
+    With `train.cache_prefix`, examples are packed in each stage that uses the cache, whatever
+    `train.batching` is.
     """
     return train.batching == "packed" or train.cache_prefix is not None
 

@@ -57,8 +57,8 @@ def least_padding(
     waste = (row_sums[last] - row_sums[:, None]) * needed
     waste -= token_sums[last] - token_sums[:, None]
     waste = np.where(np.arange(len(needed) + 1)[:, None] < last, waste, np.inf)
-    # best[j]: least padding of the rows that need one of the j smallest widths; after n passes of
-    # the loop, with at most n chosen widths
+    # best[j]: the least padding of the rows that need one of the j smallest widths, if at most n
+    # widths are chosen; n is the number of passes of the loop so far
     best = np.concatenate([[0.0], np.full(len(needed), np.inf)])
     choices, costs = [], []
     for number in range(1, min(most, len(needed)) + 1):

@@ -22,9 +22,9 @@ from frostlab.training.step.optimizer import Bf16Copies, build_optimizer
 
 # Measured by benchmarks/kinds.py on an H200 (docs/measurements.md, "Kinds of step"). Compiling a
 # captured step saves elementwise work: 71 picoseconds per token, layer and unit of the width in
-# BERT. In frostlab's GPT it saved 58 to 69, but kernels in GPT's layers now save much of this
-# without compiling (benchmarks/residual_norm.py), so that compiling saves 33. Compiling adds
-# `_COMPILE_SECONDS` to the start of a run.
+# BERT. In frostlab's GPT it saved 58 to 69, but fused kernels (frostlab.models.fused) now save much
+# of this without compiling (benchmarks/residual_norm.py), so that compiling saves 33. Compiling
+# adds `_COMPILE_SECONDS` to the start of a run.
 _SAVED_PER_UNIT = {"GPT": 33e-12}  # class of the model → seconds
 _OTHER_SAVED_PER_UNIT = 60e-12
 _COMPILE_SECONDS = {"GPT": 4.0, "Decoder": 4.0, "Conformer": 15.0}  # class of the model → seconds

@@ -29,7 +29,7 @@ from frostlab.training.step.eager import Outcome
 
 _ALIGNED = 16  # bytes; alignment of each tensor in the input buffer
 _AHEAD = 8  # steps whose inputs may be in transit to the device at once
-_MAX_GRAPHS = 64  # the most graphs of measured steps, and of other steps; a graph takes memory
+_MAX_GRAPHS = 64  # the most graphs of measured steps, and also the most of the other steps
 # A function that records the kernels of another function, and returns a function to replay them.
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 
@@ -58,6 +58,7 @@ class CapturedStep(CompiledStep):
         self._graphs: dict[Any, _CapturedGraph] = {}
         self._seen_shapes: set[Any] = set()
         self._record = record or _Recorder(self.device, reduces=self.gradient_sum is not None)
+        # whether steps are captured at all, and whether measured ones are; False after a failure
         self._captures = self._captures_measured = True
         # while a graph is recorded: whether it is for measured steps; otherwise None
         self._recording: bool | None = None

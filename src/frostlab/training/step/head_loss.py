@@ -1,7 +1,7 @@
-"""Fused cross-entropy of a language model's head: the logits of all tokens never exist at once.
+"""Fused cross-entropy of a language model's head, whose logits may be larger than the memory.
 
-The forward pass computes logits, loss and gradients for one chunk of tokens at a time; the
-backward pass only scales the gradients.
+The forward pass computes logits, loss and gradients for one chunk of tokens at a time, in a buffer
+that all chunks share; the backward pass only scales the gradients.
 """
 
 import functools

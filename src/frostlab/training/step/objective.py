@@ -120,7 +120,10 @@ def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Exits:
-    """Layers below the last, from 1, and a callback that gets each layer's number and logits."""
+    """Early exits: layers below the last, from 1, to whose outputs the head is also applied.
+
+    The callback `see` gets each layer's number and logits.
+    """
 
     layers: Sequence[int]
     see: Callable[[int, Tensor], None]
