@@ -87,7 +87,7 @@ class Compared:
         return arm_key(arm, self.evidence.baseline, self.evidence.oelm)
 
     def sentence(self, verdict: ArmVerdict, *keys: str | int) -> list[str | Cell]:
-        """Return the sentence of a verdict; `keys` lead to it in evidence.json."""
+        """Return the sentence of a verdict; `keys` lead to the verdict in evidence.json."""
         if self.language in TRANSLATIONS:
             return verdict_pieces(verdict, self.evidence.rules, self.language, self.cell, *keys)
         return [self.cell(*keys, "sentence", format="text")]
