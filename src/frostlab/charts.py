@@ -102,10 +102,10 @@ def png(spec: dict[str, Any], scale: float) -> bytes:
 def still(chart: Any, draw: Callable[[str], str] | None = None) -> str:
     """Draw a chart or its specification as SVG on a white background, without zoom.
 
-    A chart that can be zoomed clips its marks at the axes. A still picture shows all marks, so zoom
-    and clipping are removed: clipping takes most of the time of turning SVG into PNG. `draw` is
-    a function that turns a specification, as JSON, into SVG; `drawing.Drawer.svg` does so in
-    another process. By default, this process draws.
+    A chart that can be zoomed clips its marks at the axes. A still picture shows all marks anyway,
+    so zoom and clipping are removed; turning clipped SVG into PNG takes several times as long.
+    `draw` turns a specification, as JSON, into SVG; `drawing.Drawer.svg` does so in another
+    process. By default, this process draws.
     """
     spec = themed(chart, in_page=False)
     if _has_zoom(spec):
@@ -150,13 +150,13 @@ def _with_own_opacity(shape: re.Match[str]) -> str:
 
 
 def page_svg(drawing: str, name: str) -> Markup:
-    """Return SVG that `still` has drawn, in the colours of the page's text and background."""
+    """Return a drawing by `still` in the colours of the page's text and background."""
     drawing = drawing.replace('fill="white"', 'fill="transparent"', 1)  # the background comes first
     return checked_svg(drawing.replace(f'"{_INK}"', '"currentColor"'), name)
 
 
 def figure_files(drawing: str) -> dict[str, bytes]:
-    """Return SVG that `still` has drawn as files: extension (svg, png, pdf) → content."""
+    """Return the files of a drawing by `still`: extension (svg, png, pdf) → content."""
     _, vl_convert = require_drawing("drawing a chart")
     return {
         "svg": drawing.encode(),

@@ -20,8 +20,8 @@ _READ_SECONDS = 1.0  # minimum time between two readings that wait for the devic
 def choose_device(wanted: str) -> torch.device:
     """Return the device that a recipe asks for, and make it torch's current device.
 
-    `auto` tries CUDA, then MPS, then the CPU. `auto` and `cuda` spread several processes over the
-    GPUs; `cuda:1` is one GPU for all of them.
+    `auto` tries CUDA, then MPS, then the CPU. `auto` and `cuda` spread the processes of a run over
+    the GPUs; `cuda:1` is one GPU for all of them.
     """
     device = find_device(wanted)
     use_device(device)
@@ -29,7 +29,7 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def find_device(wanted: str) -> torch.device:
-    """Return the device that `choose_device` chooses, without starting it."""
+    """Return the device that `choose_device` returns, but do not start or select it."""
     if wanted in ("auto", "cuda"):
         if torch.cuda.is_available():
             return torch.device("cuda", local_rank() % torch.cuda.device_count())
@@ -162,9 +162,9 @@ class Readback:
     def latest(self, newest: Tensor) -> float | None:
         """Return the newest value that has arrived, and request `newest`, a tensor of one element.
 
-        The CPU's values are always there. CUDA copies the value when it has computed it; a later
-        call returns it, and the result is None until the first value has arrived. Other devices
-        are waited for, at most once a second.
+        On the CPU, this is `newest` itself. A CUDA device copies the value when it has computed it,
+        and a later call returns it; until the first value has arrived, the result is None. Other
+        devices are waited for, at most once a second.
         """
         if not runs_ahead(self._device):
             return float(newest)

@@ -1,8 +1,8 @@
 """Drawing of charts in a second process, while this process goes on.
 
-The drawing library runs JavaScript, takes half a second to start, and lets no other thread of its
-process run meanwhile. This file is also the program of the second process, which imports nothing
-else of frostlab.
+The drawing library runs JavaScript and takes half a second to start. While it works, no other
+thread of its process runs. This file is also the program of the second process, which imports
+nothing else of frostlab.
 """
 
 import importlib
@@ -26,7 +26,7 @@ class Drawer:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._thread = ThreadPoolExecutor(1)  # one thread: calls are answered in order
+        self._thread = ThreadPoolExecutor(1)  # one thread, so calls run one after another
 
     def __enter__(self) -> "Drawer":
         self._start()
@@ -62,9 +62,9 @@ class Drawer:
         if process is not None:
             process.kill()
             process.wait()
-            _open(process.stdout).close()
+            _piped(process.stdout).close()
             with suppress(BrokenPipeError):  # a request that was not sent whole
-                _open(process.stdin).close()
+                _piped(process.stdin).close()
 
     def later(
         self, work: Callable[_Values, _Result], *values: _Values.args, **options: _Values.kwargs
@@ -85,9 +85,9 @@ class Drawer:
 
         process = self._process or self._start()
         try:
-            _open(process.stdin).write(f"{kind} {text}\n".encode())
-            _open(process.stdin).flush()
-            line = _open(process.stdout).readline()
+            _piped(process.stdin).write(f"{kind} {text}\n".encode())
+            _piped(process.stdin).flush()
+            line = _piped(process.stdout).readline()
         except OSError:
             line = b""
         if not line.endswith(b"\n"):
@@ -101,9 +101,9 @@ class Drawer:
         return str(answer["drawn"])
 
 
-def _open(pipe: IO[bytes] | None) -> IO[bytes]:
-    assert pipe is not None
-    return pipe
+def _piped(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None  # `_start` has asked for pipes
+    return stream
 
 
 # The second process

@@ -1,10 +1,11 @@
 """Embedding of fonts in SVG files, so that a figure looks the same on every machine.
 
 The drawing library draws texts with its built-in font; letters that this font lacks come from fonts
-of the system. It gives out no font files, but it can write PDF, in which the used glyphs of each
-font are embedded. So, for each style of text, the letters of all figures are written into one PDF;
-the fonts in it get the tables that browsers need, and become `@font-face` rules of every figure
-with that style. Texts stay texts, which can be selected and searched.
+of the system. The library gives out no font files, but it can write PDF, in which the used glyphs
+of each font are embedded. So, for each style of text (family, weight and slant), all letters that
+the figures show in this style are written into one PDF. The fonts in the PDF get the tables that
+browsers need, and become `@font-face` rules of every figure with that style. Texts stay texts,
+which can be selected and searched.
 """
 
 import base64

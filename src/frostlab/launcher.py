@@ -1,6 +1,7 @@
-"""The environment variables by which torchrun, or a queue, tells a process about the others.
+"""Environment variables by which torchrun or a queue informs a process about the other processes.
 
-A queue, such as that of `frostlab matrix`, trains many runs in worker processes.
+torchrun starts the processes of one run. A queue, such as that of `frostlab matrix`, trains many
+runs in worker processes.
 """
 
 import os
@@ -16,8 +17,8 @@ from frostlab.storage import Lock
 # A queue sets these for its workers.
 AT_ONCE = "FROSTLAB_RUNS_AT_ONCE"  # how many runs may share the worker's device
 COMMAND = "FROSTLAB_COMMAND"  # the command that started the queue
-# A folder with one file for each run that may take steps at the same time; set only if more runs
-# than these share the device. A run takes steps while it holds the lock of one of the files.
+# A folder of lock files, e.g. five if five runs may take steps at the same time. A run takes steps
+# only while it holds one of the locks. TURNS is set only if more runs than these share the device.
 TURNS = "FROSTLAB_TURNS"
 _MOST_PROCESSES = 10**6
 
@@ -50,7 +51,7 @@ def runs_at_once() -> int:
 class Turn:
     """The permission of a run to take training steps on a device that it shares with other runs.
 
-    It is the lock of one of the files in the folder `TURNS`, so the system gives it back if the
+    It is the lock of one of the files in the folder `TURNS`, so the system releases it if the
     process dies. If `TURNS` is not set, every run may take steps at any time.
     """
 
@@ -63,7 +64,7 @@ class Turn:
         """Take a turn if one is free; return whether this run may take steps."""
         if self._folder is None or self._lock is not None:
             return True
-        with suppress(FileNotFoundError):  # the queue has ended
+        with suppress(FileNotFoundError):  # the queue has ended and has removed the folder
             for path in sorted(self._folder.iterdir()):
                 lock = Lock(path)
                 if lock.acquire(seconds=0):
@@ -86,7 +87,7 @@ def command() -> str:
 
 
 def check_variables() -> None:
-    """Refuse an environment in which one of these variables is not a sensible number."""
+    """Refuse an environment in which one of these numbers is not valid."""
     for variable in (rank, local_rank, world_size, local_world_size, runs_at_once):
         variable()
 

@@ -273,7 +273,7 @@ def plain_tensors(tensors: "dict[str, Tensor]", copy: bool = False) -> "dict[str
 class BackgroundWriter:
     """A thread that writes files while the program goes on; it does one thing at a time.
 
-    `wait` and `check` raise the error of a writing that failed, once.
+    If writing fails, the next `wait` or `check` raises its error, once.
     """
 
     def __init__(self) -> None:
@@ -416,13 +416,13 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
                     build(temporary)
                     seal(temporary)
                     signatures = _signatures(temporary)
-                # nobody else has written to the temporary folder, so its signatures still hold
+                # no other process writes there, so the signatures still hold after the renaming
                 _remember(folder, signatures, time.time_ns() - _SETTLED)
     except OSError as error:
         where = "" if error.filename is None else f": {error.filename}"
         raise BadInput(
             f"{folder} cannot be built or read ({error.strerror or error}{where}); "
-            "if the cache is at fault, set FROSTLAB_CACHE to another folder"
+            "if this disk is full or read-only, set FROSTLAB_CACHE to a folder on another disk"
         ) from error
     return folder
 

@@ -119,7 +119,7 @@ def fitted(tables: Sequence[Rows], width: int | None, keep: int) -> tuple[Rows, 
     these. If they would become equal or very short, they are cut to fit one of the later tables.
 
     Args:
-        tables: the same rows with fewer and fewer columns.
+        tables: the same rows, in each table with fewer columns than in the one before.
         width: the most characters of a line; None: any number.
         keep: the number of tables that are tried before names are shortened.
 
@@ -160,7 +160,7 @@ def _renamed(table: Rows, names: Sequence[str]) -> Rows:
 
 
 def shared_start(names: Sequence[str]) -> str:
-    """Return what all names begin with, up to a `-`, `@` or `_`; empty if it is very short."""
+    """Return what all names begin with, up to the last `-`, `@` or `_` in it; empty if short."""
     if len(names) < 2:
         return ""
     least, most = min(names), max(names)

@@ -28,7 +28,7 @@ _WORDS = {  # names of JSON types in error messages
 }
 _WHOLE = 2**63  # a whole number n should have -_WHOLE <= n < _WHOLE
 _NUMBERS = (int, float)
-_DEPTH = 32  # the most levels of lists and objects in a value that has no schema
+_DEPTH = 32  # the most levels of lists and objects in a value of any structure
 _BATCH = 1 << 14  # bytes of lines that are parsed at once
 _KEY = 80  # the most characters of a key in an error message
 
@@ -68,7 +68,7 @@ def read_objects(
 
 
 def _batches(path: Path, skipped: tuple[bytes, ...]) -> Iterator[list[tuple[int, bytes]]]:
-    """Yield the numbers and texts of several lines at once; raise a bad line's error at the end."""
+    """Yield the numbers and texts of several lines at once; raise a read error after them."""
     batch: list[tuple[int, bytes]] = []
     size, problem = 0, None
     try:
@@ -98,9 +98,9 @@ def _parsed(batch: Sequence[tuple[int, bytes]]) -> list[dict[str, Any] | None]:
 
 
 def check_schema(values: object, known: int, where: object, advice: str = "") -> dict[str, Any]:
-    """Return the JSON object of a file of the known schema; refuse any other in one line.
+    """Return the JSON object of a file if its key `schema`, the version of its format, is `known`.
 
-    `advice` ends the error about another schema.
+    Otherwise refuse it in one line; `advice` is added to the error about another version.
     """
     if not isinstance(values, dict):
         raise BadInput(f"{where} is not a JSON object")
@@ -111,7 +111,7 @@ def check_schema(values: object, known: int, where: object, advice: str = "") ->
 
 
 def check_numbers(value: object, where: object) -> None:
-    """Refuse infinite, NaN or too large numbers, and deep nesting, in JSON without a schema."""
+    """Refuse infinite, NaN or too large numbers, and deep nesting, in JSON of any structure."""
     _check_any(value, f"{where}: ", ())
 
 

@@ -187,7 +187,7 @@ A = made("a", "s", seed=0, samples=100)
         ([A], {"lambdas": [0.0]}, "λ must be numbers above 0, not [0.0]; e.g. [0.01, 1, 100]"),
         ([A], {"folds": 1}, "1 folds leave nothing to train on; the least is 2"),
         ([A], {"lags": (0.25, 0.0)}, "lags from 0.25 s to 0 s run backwards; e.g. 0 to 0.25"),
-        ([A], {"lags": (0, 5), "lambdas": [1]}, "a has 100 samples, and the lags reach over 160"),
+        ([A], {"lags": (0, 5), "lambdas": [1]}, "a has 100 samples; it needs more than 160"),
         ([A, made("b", "s", seed=1, channels=3)], {}, "b has 3 channels, and a has 4"),
         ([replace(A, envelope=A.envelope[1:])], {"lambdas": [1]}, "a: EEG (100, 4) and envelope"),
         ([replace(A, eeg=A.eeg * np.float32(0))], {"lambdas": [1]}, "the EEG is constant"),

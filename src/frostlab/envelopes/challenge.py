@@ -14,7 +14,7 @@ from frostlab.envelopes.scores import EnvelopeScores, Spread
 from frostlab.errors import BadInput
 from frostlab.text import NONE, columns, plain
 
-SEEN, UNSEEN = "report", "unseen"  # splits: held-out EEG of the subjects trained on, and of others
+SEEN, UNSEEN = "report", "unseen"  # splits: held-out EEG of subjects trained on; other subjects
 TITLES = {SEEN: "subjects trained on", UNSEEN: "subjects not trained on"}
 SEEN_WEIGHT = 2 / 3
 _MOST_LINES = 20  # subjects that a short table shows
@@ -26,9 +26,9 @@ ScoresBySplit = Mapping[str, Mapping[str, EnvelopeScores]]  # split → decoder 
 class ChallengeScore:
     """The score of one decoder; for each group, mean and spread of the subjects' mean r."""
 
-    seen: Spread | None  # subjects trained on; None if the scores have none
-    unseen: Spread | None  # subjects not trained on; None if the scores have none
-    score: float | None  # None unless there are both groups
+    seen: Spread | None  # subjects trained on; None if none of them was scored
+    unseen: Spread | None  # subjects not trained on; None if none of them was scored
+    score: float | None  # None unless both groups were scored
 
 
 def challenge_score(seen: float, unseen: float) -> float:
@@ -54,7 +54,7 @@ def challenge_scores(scores: ScoresBySplit) -> dict[str, ChallengeScore]:
 
 
 def segments_table(scores: ScoresBySplit) -> str:
-    """Return r of segments by decoder: mean ± standard deviation over subjects, and the score."""
+    """Return a table of r on segments by decoder (mean ± std over subjects), and of the score."""
     splits = [split for split in (SEEN, UNSEEN) if split in scores]
     if not splits:
         raise BadInput(f"a table of segments needs the scores of {SEEN} or {UNSEEN}")
@@ -79,7 +79,7 @@ def _group(spread: Spread | None) -> str:
 
 
 def subjects_table(scores: ScoresBySplit, most: int | None = _MOST_LINES) -> str:
-    """Return r of each subject's segments by decoder, as mean ± standard deviation.
+    """Return a table of r on each subject's segments by decoder, as mean ± standard deviation.
 
     With `most`, only that many subjects are shown, and a last line counts the others.
     """
@@ -98,5 +98,7 @@ def subjects_table(scores: ScoresBySplit, most: int | None = _MOST_LINES) -> str
     shown = rows if most is None else rows[:most]
     lines = columns([head, *shown], right={2})
     if len(shown) < len(rows):
-        lines.append(f"and {len(rows) - len(shown)} more; `frostlab envelopes RUN` lists all")
+        lines.append(
+            f"and {len(rows) - len(shown)} more; `frostlab envelopes RUN` writes a page with all"
+        )
     return "\n".join(lines)

@@ -15,7 +15,7 @@ from scipy import special
 from frostlab.errors import BadInput
 
 Floats = NDArray[np.float64]
-_LARGEST = 1 - 1e-12  # r is clipped to ± this value, so that z is finite
+_LARGEST = 1 - 1e-12  # r is clipped to ± this value, so that Fisher's z of it is finite
 _FLAT = 64 * float(np.finfo(np.float32).eps)  # smaller relative deviations are rounding errors
 
 
@@ -68,9 +68,10 @@ def pearson(a: ArrayLike, b: ArrayLike) -> Floats:
 
 
 def segment_pearson(prediction: ArrayLike, envelope: ArrayLike, segment: int) -> Floats:
-    """Return r of every segment of `segment` samples, side by side from the first sample on.
+    """Return r of every segment of `segment` samples; the first begins at the first sample.
 
-    The samples after the last whole segment are left out; a shorter recording is one segment.
+    Segments follow each other without gaps. The samples after the last whole segment are left out.
+    A recording that is shorter than a segment is one segment.
     """
     samples = np.shape(envelope)[0]
     length = min(segment, samples)

@@ -1,7 +1,8 @@
 """Figures of envelope scores, and the page that shows the figures.
 
 Functions `…_rows` return the data of a figure as plain rows, functions `draw_…` draw the rows with
-Altair, and `eeg_page` writes a folder with the page and a PNG of each figure.
+Altair, and `eeg_page` writes a folder with the page and a PNG of each figure. r is the correlation
+of a decoded envelope with the envelope of the heard speech.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -141,10 +142,10 @@ def _write(folder: Path, text: str, pictures: Mapping[str, bytes]) -> Path:
 def draw_importance(
     names: Sequence[str], values: ArrayLike, quantity: str = "importance"
 ) -> tuple[Any, str, str | None]:
-    """Draw a scalp map of a quantity, and return it with its title and None.
+    """Draw a scalp map of `values`, one for each channel; return it with its title and None.
 
     If a map is impossible, for example without MNE, draw bars, and return the reason instead of
-    None.
+    None. `quantity` names the values in the figure.
     """
     rows = channel_rows(values, names)
     try:

@@ -100,14 +100,15 @@ def fit_ridge(
 
     λ is in units of the mean variance of a lagged channel, and does not penalise the bias.
     Cross-validation selects the λ with the highest mean r, averaged as Fisher's z, on held-out
-    recordings. The recordings of a subject form `folds` groups; fewer than `folds` recordings form
-    one group each. A subject with one recording uses the λ of the shared decoder. With `per` "all",
-    every subject uses the shared decoder; subjects without training recordings always do.
+    recordings. The recordings of a subject form `folds` groups; if there are fewer recordings than
+    that, each of them is a group. A subject with one recording uses the λ of the shared decoder.
+    With `per` "all", every subject uses the shared decoder; subjects without training recordings
+    always do.
     """
     taps = _check_arguments(train, rate, lags, lambdas, folds, per)
     subjects = by_subject(train)
     features = len(taps) * train[0].eeg.shape[1]
-    shared: dict[int, Moments] = {}  # fold → moments of all subjects
+    shared: dict[int, Moments] = {}  # fold → moments (sums over samples) of all subjects
     groups: dict[int, list[Recording]] = {}  # fold → recordings of all subjects
     own: dict[str, Decoder] = {}
     waiting: dict[str, Moments] = {}  # subject that uses the shared decoder's λ → moments
@@ -162,7 +163,7 @@ def _check_arguments(
     if len(train) == 1 and len(lambdas) > 1:
         raise BadInput(
             f"one recording to train on ({train[0].name}) cannot choose the ridge decoder's λ; "
-            "give two or more"
+            "give two or more recordings"
         )
     for recording in train:
         _check_recording(recording, train[0], taps)
@@ -182,7 +183,9 @@ def _check_recording(recording: Recording, first: Recording, taps: Lags) -> None
         )
     reach = max(abs(taps.first), abs(taps.last))
     if len(eeg) <= reach:
-        raise BadInput(f"{name} has {len(eeg)} samples, and the lags reach over {reach}")
+        raise BadInput(
+            f"{name} has {len(eeg)} samples; it needs more than {reach}, the longest lag"
+        )
     if not (np.isfinite(eeg).all() and np.isfinite(envelope).all()):
         raise BadInput(f"{name} has values that are not finite; repair or leave out the channel")
 

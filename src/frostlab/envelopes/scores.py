@@ -41,7 +41,7 @@ from frostlab.typed import read
 
 _LARGEST = 2**63  # no stored number is larger
 SEGMENT = 60.0  # s; length of a segment in the Auditory EEG Challenge of 2023
-FEWEST_SHIFTS = 19  # with fewer, p cannot be as low as 0.05, as p is at least 1 / (1 + shifts)
+FEWEST_SHIFTS = 19  # shifted envelopes; p is at least 1 / (1 + their number), here 0.05
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class RecordingScore:
     samples: int  # number of samples of the envelope
     r: float  # correlation of the decoded and the attended envelope
     r_other: float | None  # r with the envelope of the ignored speaker; None with one speaker
-    segments: tuple[float, ...]  # r of every segment; a shorter recording is one segment
+    segments: tuple[float, ...]  # r of every segment; a short recording is one segment
     null: Null  # r with shifted envelopes
     match: Tally  # decisions between the envelope of a window and a mismatched envelope
     attended: Tally | None  # decisions between the attended and the ignored speaker
@@ -419,7 +419,7 @@ def _check_signals(recording: Recording, prediction: NDArray[Any], settings: Set
 
 
 def scores_table(decoders: Mapping[str, EnvelopeScores], best: float | None = None) -> str:
-    """Return a table with one line per decoder, compared with the upper bound on r if known."""
+    """Return a table with one line per decoder; `best` is an upper bound on r, if it is known."""
     head = ["", "r [95 %]", "median", "std", "chance ≤", "p", "p ≤ 0.05"]
     two_speakers = any(scores.summary.attended is not None for scores in decoders.values())
     head += [f"match {_seconds(decoders)}"] + ["r other", "attended"] * two_speakers
@@ -430,7 +430,9 @@ def scores_table(decoders: Mapping[str, EnvelopeScores], best: float | None = No
     ]
     lines = columns([head, *rows])
     if best is not None:
-        lines.append(f"best: {best:.3f}, an upper bound on the r of any decoder")
+        lines.append(
+            f"best: {best:.3f}, an upper bound on the r of any decoder; of best: r as a share of it"
+        )
     first = next(iter(decoders.values())).summary
     lines.append(
         f"{counted(first.subjects, 'subjects')}, {counted(first.recordings, 'recordings')}; "

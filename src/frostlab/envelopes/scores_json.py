@@ -1,6 +1,7 @@
 """scores.json, the file of a run's scores: written, read and shown.
 
-It holds the scores of every decoder on each reported split of EEG recordings.
+It holds the scores of every decoder on each reported split of EEG recordings. The main score is r,
+the correlation of the decoded envelope with the envelope of the heard speech.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,8 @@ SPLITS = {  # the reported splits of EEG recordings
 }
 REPORTED = tuple(SPLITS)
 _SCHEMA = 2  # version of scores.json
-_BEST = {"report": "best_r", "unseen": "best_r_unseen"}  # split → key in `reference_scores`
+# split → key of the upper bound on r in `reference_scores`, which only simulated data have
+_BEST = {"report": "best_r", "unseen": "best_r_unseen"}
 
 Scores = dict[str, dict[str, EnvelopeScores]]  # split → decoder → its scores
 Reported = Mapping[str, Mapping[str, Any]] | None  # split → decoder → object with `digest`
@@ -37,7 +39,11 @@ def scores_file(
     reference_scores: Mapping[str, float],
     caution: str | None = None,
 ) -> Any:
-    """Return the content of scores.json: scores by split, bounds on r, and challenge scores."""
+    """Return the content of scores.json: scores by split, bounds on r, and challenge scores.
+
+    `reference_scores` holds numbers that are known about the data, such as the bounds on r. A
+    challenge score is defined as in the Auditory EEG Challenge (see the module `challenge`).
+    """
     return {
         "schema": _SCHEMA,
         "caution": caution,

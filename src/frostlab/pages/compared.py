@@ -1,9 +1,10 @@
 """The report of a comparison: what was found, how far to trust it, and every number behind it.
 
 evidence.json, in the comparison's folder, has all results. comparison.json and timing.json have
-means over seeds, in the layout of the OELM study's files. A run is paired with the baseline's run
-of the same seed, unless their data, order of examples, initial weights or software differ in a way
-that the plan does not allow; such runs are listed in `Evidence.refused_pairs`.
+means over seeds, in the layout of the files of the OELM study, the published study from which the
+treatment `oelm` comes. A run is paired with the baseline's run of the same seed, unless their data,
+order of examples, initial weights or software differ in a way that the plan does not allow; such
+runs are listed in `Evidence.refused_pairs`.
 """
 
 from collections.abc import Callable, Sequence
@@ -86,7 +87,7 @@ class Compared:
         return arm_key(arm, self.evidence.baseline, self.evidence.oelm)
 
     def sentence(self, verdict: ArmVerdict, *keys: str | int) -> list[str | Cell]:
-        """Return the sentence of a verdict; `keys` lead to it in evidence.json."""
+        """Return the sentence of a verdict; `keys` lead to the verdict in evidence.json."""
         if self.language in TRANSLATIONS:
             return verdict_pieces(verdict, self.evidence.rules, self.language, self.cell, *keys)
         return [self.cell(*keys, "sentence", format="text")]
@@ -102,8 +103,9 @@ class Compared:
     def time_of(self, name: str) -> Paragraph:
         """Return the verdict on an arm's step time, in red if it is doubtful.
 
-        It is doubtful if the timing is unproven, that is, cannot be trusted, if the arm is
-        confounded, or if it is faster than the saved FLOPs explain (`TimedArm.flag`).
+        It is doubtful if the timing is unproven (cannot be trusted), if the arm is confounded
+        (differs from the baseline in more than what is compared), or if the arm is faster than the
+        saved FLOPs explain (`TimedArm.flag`).
         """
         timing, confounded = self.evidence.timing, bool(self.evidence.confounds.get(name))
         assert timing is not None
@@ -259,7 +261,7 @@ def _doubts(compared: Compared) -> list[Paragraph]:
 
 
 def _notes(compared: Compared, only_doubts: bool) -> list[Paragraph]:
-    """Return the notes of all verdicts; doubts are red, and a note about a run comes only once."""
+    """Return the notes of verdicts, doubts in red; a note about a single run comes only once."""
     blocks, seen = [], set()
     for name, verdict in compared.evidence.verdicts.items():
         for number, note in enumerate(verdict.notes):
@@ -341,7 +343,7 @@ def _repeat(compared: Compared) -> Paragraph:
 
 
 def _assay(compared: Compared) -> Paragraph:
-    """Describe the test of the comparison itself: a harm was planted, which it must find."""
+    """Describe the test of the comparison itself: it must find a harm that was planted."""
     assay = compared.evidence.assay
     assert assay is not None
     missed = "was not found, so this comparison cannot see a harm of that size"
@@ -479,7 +481,7 @@ def _orthogonality(compared: Compared) -> list[str | Cell]:
             *_note_pieces(compared, verdict, "orthogonality"), scale]  # fmt: skip
 
 
-def _heard(compared: Compared) -> list[Figure]:
+def _decoders(compared: Compared) -> list[Figure]:
     """Draw the results of each arm's first run, if the arms are EEG decoders."""
     if not compared.evidence.subjects:
         return []
@@ -504,7 +506,7 @@ SECTIONS: tuple[tuple[str, str, tuple[Make, ...]], ...] = (
     ("convergence", "Convergence", (drawn_curves.cost_curves, tables.convergence)),
     ("tuning", "Tuning", (drawn.tuning, tables.tuning)),
     ("stages", "Stages", (tables.stages,)),
-    ("subjects", "Subjects", (tables.subjects, _heard)),
+    ("subjects", "Subjects", (tables.subjects, _decoders)),
     ("gradients", "Gradient flow", (drawn.gradient_flow, tables.gradients)),
     ("share", "Parameters and memory", (drawn.trained_share, drawn.parameters)),
     ("samples", "Generated texts", (_samples,)),

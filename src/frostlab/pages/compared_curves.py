@@ -108,7 +108,10 @@ def _flops(
 
 
 def _selecting(compared: "Compared") -> tuple[str | None, str]:
-    """Return the metric to draw (the plan's, if evaluated) and the split that selects weights."""
+    """Return the metric to draw, and the split that selects the checkpoint.
+
+    The metric is the plan's or, if that was not evaluated in training, the first that was.
+    """
     data, metric = compared.evidence.data, compared.evidence.rules.metric
     split = "tune" if data is not None and "tune" in data.splits else "report"
     evaluations = [
@@ -136,10 +139,10 @@ def _averaged(compared: "Compared") -> str:
 
 
 class _Across(NamedTuple):
-    """The x axis of curves: its title, and the place of each step, by arm and run."""
+    """The x axis of curves: its title, and the place of each step on it, by arm and run."""
 
     title: str = "step"
-    places: Mapping[str, Sequence[Mapping[int, float]]] = {}  # {}: the step
+    places: Mapping[str, Sequence[Mapping[int, float]]] = {}  # empty: the step is its place
     short: bool = False  # whether numbers are shown as 1k, 1M, 1G
 
 

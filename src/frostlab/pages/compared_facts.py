@@ -74,8 +74,9 @@ def differences(compared: "Compared") -> list[Block]:
         blocks.append(item("No pair of runs finished, so nothing could be compared.", alarm=True))
     return blocks or [
         words("The arms differ only in the treatment: for every pair, the data, the examples of "
-              "every step that both runs took, and untouched weights are equal by digest, and "
-              "device, precision, libraries and frostlab's code are equal.")
+              "every step that both runs took, and the initial weights that no treatment changes "
+              "are equal by digest, and device, precision, libraries and frostlab's code are "
+              "equal.")
     ]  # fmt: skip
 
 
@@ -222,7 +223,7 @@ def _settings(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterato
 
 
 def runs(compared: "Compared") -> list[Block]:
-    """Return every run with its status; one that did not finish is red."""
+    """Return a table of every run; a run that did not finish is red."""
     metric = compared.evidence.rules.metric
     rows: list[Row] = []
     for name in compared.arms:

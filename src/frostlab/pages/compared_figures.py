@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from frostlab.pages.compared import Compared
 
 _EVIDENCE = "evidence.json"
-_ALPHA = 0.05  # error level of the intervals of means, which belong to no verdict
-_SPREAD = 1.5  # a perplexity's scores while tuning have a logarithmic axis if max / min is larger
-_HEAT_ROWS, _HEAT_COLUMNS, _HEAT_ARMS = 24, 24, 8  # the most in heat maps
-_QUANTITIES = {  # key of gradient flow in evidence.json → title
+_ALPHA = 0.05  # 1 - confidence of the intervals of means, which belong to no verdict
+_SPREAD = 1.5  # perplexities of tuned values have a logarithmic axis if max / min is larger
+_HEAT_ROWS, _HEAT_COLUMNS, _HEAT_ARMS = 24, 24, 8  # the most of each in the heat maps
+# Key of gradient flow in evidence.json → title. The front is the first two layers, the output the
+# model's head.
+_QUANTITIES = {
     "front_ratio": "gradient of the front / of the output",
     "weight_change": "weight change of the front",
     "update": "update / weight of the front",
@@ -310,7 +312,7 @@ def _flow_ratios(compared: "Compared") -> list[Figure]:
 
 
 def _heat_maps(compared: "Compared") -> list[Figure]:
-    """Draw the gradient norm of parts or layers by step, in the first run of up to 8 arms."""
+    """Draw the gradient norm of parts or layers by step, in one run of each of up to 8 arms."""
     grids: dict[str, Grid] = {}
     files = []
     for arm in compared.arms[:_HEAT_ARMS] if compared.evidence.flow else ():
@@ -339,7 +341,7 @@ def _heat_maps(compared: "Compared") -> list[Figure]:
 
 
 def _last_flow(compared: "Compared", run: RunSummary) -> Flow | None:
-    """Return the flow of a run's last watched stage; None if the run's events are missing."""
+    """Return the gradient flow of a run's last watched stage; None if there is none."""
     folder = compared.folder / run.folder
     flows = flows_of(folder) if (folder / "events.jsonl").is_file() else {}
     return next(reversed(flows.values())) if flows else None

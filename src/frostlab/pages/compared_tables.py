@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Row = Sequence[str | Cell]
 COMPARISON, TIMING = "comparison.json", "timing.json"
-_FLOW = {  # title of each gradient-flow quantity
+_FLOW = {  # title of each gradient-flow quantity; the front is the first two layers
     "front_ratio": "front/output gradient",
     "weight_change": "front weight change",
     "update": "front update/weight",
@@ -71,9 +71,11 @@ def overview(compared: "Compared") -> list[Block]:
         for number, arm in enumerate(compared.arms)
     ]  # fmt: skip
     return [table("overview", "Overview", HEAD, rows,
-                  "Total is the mean of the arm's runs that finished and can be paired, h:mm:ss. "
-                  "The gap is the effect on "
-                  f"{plain(compared.evidence.rules.metric)} with its interval.")]  # fmt: skip
+                  "Phase is the comparison, id the arm, method its treatment. Total is the mean of "
+                  "the arm's runs that finished and can be paired, h:mm:ss. Step is the time of a "
+                  "step, measured in turns or, if that was not done, in whole runs. The gap is the "
+                  f"effect on {plain(compared.evidence.rules.metric)} with its interval and "
+                  "verdict.")]  # fmt: skip
 
 
 def _all_finished(compared: "Compared", arm: str) -> bool:
@@ -294,7 +296,7 @@ def _of_times(compared: "Compared", name: str, *keys: str, form: str) -> Cell:
 
 
 def _gap(compared: "Compared", name: str, key: str, form: str) -> str | Cell:
-    """Return a gap to the baseline; in red if it is confounded, or unproven (not to be trusted)."""
+    """Return a gap to the baseline, in red if the gap is confounded or cannot be trusted."""
     if name == compared.evidence.baseline:
         return ""
     keys = (COMPARISON, compared.key(name), "vs_baseline", key)

@@ -48,7 +48,7 @@ _TIMES = ("train_seconds", "validation_seconds", "checkpoint_seconds")
 
 
 def _change(metric: str, stages: list[dict[str, Any]]) -> str:
-    """Show how much better the last stage's best evaluation is than the first stage's."""
+    """Show how much a metric of the best evaluation improved from the first stage to the last."""
     first, last = (stages[place]["metrics"].get(metric) for place in (0, -1))
     if first is None or last is None:
         return NONE
@@ -279,7 +279,7 @@ class Table:
 
     @property
     def numeric(self) -> list[bool]:
-        """Whether each column holds nothing but numbers, which are aligned right."""
+        """For each column, whether it holds only numbers; such a column is aligned right."""
         columns = ([cell for cell in column if is_filled(cell)]
                    for column in zip(*self.rows, strict=True))  # fmt: skip
         return [
@@ -325,7 +325,7 @@ class Document:
 
     title: str
     about: str  # the question, or what was trained
-    first: tuple[Block, ...]  # the first screen: what was found, and how far to trust it
+    first: tuple[Block, ...]  # the first screen: what was found, and how reliable it is
     sections: tuple[Section, ...]
     arms: tuple[str, ...] = ()  # arms that a reader can switch on and off in the figures
     language: str = "en"

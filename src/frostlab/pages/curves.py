@@ -137,9 +137,9 @@ def mean_points(
     places: Sequence[Mapping[int, float]] = (),
     most: int = POINTS,
 ) -> list[dict[str, Any]]:
-    """Return the mean over runs by step, with the band mean ± standard deviation.
+    """Return the mean over runs by step, with the ends of a band: mean ± standard deviation.
 
-    On a logarithmic scale these are the geometric mean and standard deviation. `places` has each
+    With `log`, these are the geometric mean and standard deviation. `places` has each
     run's positions on the x axis by step, and x is their mean; by default x is the step. A point
     of one run has no band. If there are more than `most` steps, the points are `thinned`.
     """
@@ -160,7 +160,7 @@ def mean_points(
 
 
 def thinned(points: Sequence[dict[str, Any]], key: str, most: int = POINTS) -> list[dict[str, Any]]:
-    """Return at most `most` points: the ends, and the lowest and highest of parts between them."""
+    """Return at most `most` points: the ends, and the lowest and highest of each part between."""
     if len(points) <= most:
         return list(points)
     parts = max(1, (most - 2) // 2)

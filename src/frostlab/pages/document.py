@@ -78,7 +78,7 @@ def _file(name: str) -> str:
 
 
 def _blocks(blocks: Sequence[Block], drawings: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the values with which the template shows blocks; list items in a row form one list."""
+    """Return the template's values for blocks; list items that follow each other form one list."""
     listed = groupby(blocks, lambda block: isinstance(block, Paragraph) and block.item)
     return [
         values
@@ -118,7 +118,7 @@ def vega() -> str:
 
 
 def build_vega(bundle: Callable[[], str]) -> Path:
-    """Return the cached folder with Vega's scripts; `bundle` makes them if it is missing."""
+    """Return the cached folder with Vega's scripts; `bundle` makes them if there is none yet."""
     _, vl_convert = require_drawing("a report")
 
     def build(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The charts of a comparison's report, one function each, which turns rows into a specification.
+"""The charts of a comparison's report: each function turns rows into a chart's specification.
 
 Colours and shapes follow the order of the plan's arms. The rows hold the intervals and bands; the
 chart library computes none. `hidden_arms` is a Vega signal, which the page's script sets to the
@@ -24,7 +24,7 @@ _IS_SHOWN = "indexof(hidden_arms, datum.arm) < 0"
 _NAMES = {"labelExpr": _SHORT, "labelLimit": 260}
 
 
-_POSITIVE = ("training loss", "seconds", "ms a step")  # quantities on axes that are no metrics
+_POSITIVE = ("training loss", "seconds", "ms a step")  # quantities that are not metrics
 
 
 def cut_off(rows: Rows, quantity: str) -> str:
@@ -88,7 +88,7 @@ def arm_rows(arms: Sequence[str]) -> Any:
 
 
 def toggled(chart: Any) -> dict[str, Any]:
-    """Return a chart's specification, which leaves out the arms that the reader switched off."""
+    """Return a specification of a chart that leaves out the arms that the reader switches off."""
     spec: dict[str, Any] = chart.to_dict(validate=False)
     _filter_arms(spec)
     spec["params"] = [*spec.get("params", []), {"name": "hidden_arms", "value": []}]
@@ -105,9 +105,9 @@ def _filter_arms(spec: dict[str, Any]) -> None:
 
 
 def _finished(chart: Any, **rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return a chart's specification with its named data, in which arms can be switched off.
+    """Return a chart's specification, with named data, in which arms can be switched off.
 
-    Data are added last, because Altair copies them at every call.
+    The data are added last, because Altair copies them at every call.
     """
     spec = toggled(chart)
     spec["datasets"] = {name: list(members) for name, members in rows.items()}
@@ -126,7 +126,7 @@ def _drawing(make: Callable[_Values, Any]) -> Callable[_Values, dict[str, Any]]:
 
 
 def zoom() -> Any:
-    """Return the selection by which a reader moves and magnifies a plot."""
+    """Return the Altair selection with which a reader can move and zoom a plot."""
     return _altair().selection_interval(bind="scales", encodings=["x", "y"])
 
 
@@ -191,7 +191,7 @@ def clipped(rows: Rows, domain: tuple[float, float]) -> list[dict[str, Any]]:
 def _interval_layers(base: Any, x: Any, colour: Any, above: float = 0) -> list[Any]:
     """Draw the intervals of `clipped` rows, with an arrow where one reaches beyond the axis.
 
-    `above` is the number of pixels by which they are moved up.
+    `above` is the number of pixels by which the intervals are moved up.
     """
     ends = base.transform_filter("isValid(datum.from)")
     layers = [ends.mark_rule(strokeWidth=3, strokeCap="round", yOffset=-above).encode(

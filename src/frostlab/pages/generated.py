@@ -15,12 +15,12 @@ SAMPLES = "samples.json"
 def generated_texts(
     records: Records, runs: Iterable[tuple[str, str]], problems: list[str] | None = None
 ) -> list[Block]:
-    """Return a table of the runs' samples, prompt by prompt; an empty list if no run has any.
+    """Return the texts of runs in a table, prompt by prompt, below a paragraph about the settings.
 
     `runs` has for each run the name to show, such as its arm's, and its folder, relative to the
-    reported folder. If all names are empty, the table has no column for them.
-    A file that cannot be read is left out, and the error is added to `problems`, if given; a run
-    without samples is skipped.
+    reported folder. If all names are empty, the table has no column for them. A run without texts
+    is left out, and so is a file that cannot be read, whose error is added to `problems`, if given.
+    If no text is left, the result is an empty list.
     """
     by_prompt: dict[str, list[tuple[str | Cell, ...]]] = {}
     first, named = "", False

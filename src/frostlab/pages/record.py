@@ -1,7 +1,8 @@
 """report.md: a report as Markdown.
 
-For a comparison it is a short record in the form of the OELM study's records, with four parts:
-configuration, results, key findings, and problems and solutions. Other reports are written whole.
+For a comparison it is a short record of four parts: configuration, results, key findings, and
+problems and solutions. The published study from which the treatment `oelm` comes (the OELM study)
+kept records in this form. Other reports are written whole.
 """
 
 from collections.abc import Sequence
@@ -53,7 +54,7 @@ def markdown(document: Document) -> str:
 
 
 def _blocks(blocks: Sequence[Block]) -> list[str]:
-    """Return blocks in Markdown; list items in a row form one list."""
+    """Return blocks in Markdown; list items that follow each other form one list."""
     parts: list[str] = []
     in_list = False
     for block in blocks:
@@ -97,7 +98,7 @@ def _cell(cell: str | Cell) -> str:
 
 
 def of_comparison(compared: "Compared") -> tuple[Section, ...]:
-    """Return the record of a comparison."""
+    """Return the four parts of a comparison's report.md."""
     parts = (
         ("configuration", "Configuration", _configuration(compared)),
         ("results", "Results", _results(compared)),

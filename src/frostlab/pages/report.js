@@ -6,8 +6,8 @@
   const root = document.documentElement;
   const views = new Map();
   const hidden = new Set();
-  const PANELS = 640; // pixels of a screen that has room for panels beside each other
-  const MARGIN = 80; // pixels beside a plot for the axis and its labels
+  const PANELS = 640; // a screen with at least as many pixels has room for panels side by side
+  const MARGIN = 80; // pixels next to a plot for the axis and its labels
 
   function draw(figure) {
     const spec = JSON.parse(figure.querySelector("script").textContent);
@@ -17,7 +17,7 @@
     if (typeof spec.width === "number" && room < spec.width + MARGIN && (spec.layer || spec.mark)) {
       Object.assign(spec, { width: room, autosize: { type: "fit-x", contains: "padding" } });
     }
-    // Panels are drawn below each other there.
+    // On such a screen, panels are drawn below each other.
     if (spec.spec && room < PANELS) {
       Object.assign(spec, { columns: 1 });
       spec.spec.width = Math.min(spec.spec.width, room - 2 * MARGIN);

@@ -16,7 +16,7 @@ from frostlab.text import NONE
 
 _LONG = 45  # characters from which a column of text is broken into lines
 _WIDTH = 0.3  # width of such a column, as a share of the line
-_SPECIAL = {  # character → command; all use fonts that every LaTeX has, unlike \$
+_SPECIAL = {  # character → command that needs only the usual fonts; `\$` would need others
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"$\mathdollar$", "&": r"\&",
     "#": r"\#", "%": r"\%", "_": r"\_", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}",
     "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"{\char34}",

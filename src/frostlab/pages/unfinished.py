@@ -19,8 +19,8 @@ def document(folder: Path, language: str) -> Document:
     plan = _plan(folder, records)
     runs = _runs(folder)
     first: list[Block] = [words(
-        "This comparison is not finished: there are no verdicts yet. Run the command that began it "
-        "again to continue it; finished runs are not repeated.", alarm=True,
+        "This comparison is not finished: there are no verdicts yet. To continue it, repeat the "
+        "command that began it; finished runs are not trained again.", alarm=True,
     )]  # fmt: skip
     baseline = plan.recipe_of(plan.baseline, plan.seeds[0])
     if baseline.caution:

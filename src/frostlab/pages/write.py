@@ -75,7 +75,8 @@ def _report(folder: Path, language: str, drawer: Drawer) -> Path:
 def is_current(folder: Path, language: str = "en") -> bool:
     """Return whether a folder has a report in this language that is up to date.
 
-    This version of frostlab has made it from the present records, and all its files are there.
+    It is up to date if this version of frostlab has made it from the present records, and all its
+    files are there.
     """
     listing = _listing(folder)
     _, sources = _kind(folder)
@@ -144,19 +145,19 @@ def _files(document: Document, drawer: Drawer) -> dict[str, bytes]:
     """Return the content of every file of a report, by its path in the folder."""
     drawn = {figure.name: drawer.later(still, figure.chart, drawer.svg)
              for figure in document.figures}  # fmt: skip
-    alone = drawn
+    separate = drawn  # the drawings in files of their own; they show the caution, too
     if (caution := document.caution) is not None:
-        alone = {figure.name: drawer.later(still, _with_caution(figure, caution), drawer.svg)
-                 for figure in document.figures}  # fmt: skip
+        separate = {figure.name: drawer.later(still, _with_caution(figure, caution), drawer.svg)
+                    for figure in document.figures}  # fmt: skip
     files = {RECORD: markdown(document).encode()}  # while the figures are drawn
     for name, data in table_files(document).items():
         files[f"tables/{name}"] = data
     for name, value in document.records.items():
         files[name] = (json.dumps(value, indent=1) + "\n").encode()
     drawings = {name: drawing.result() for name, drawing in drawn.items()}
-    drawings_alone = {name: drawing.result() for name, drawing in alone.items()}
+    separate_drawings = {name: drawing.result() for name, drawing in separate.items()}
     drawer.stop()  # its process uses more memory than this one
-    for name, drawing in drawings_alone.items():
+    for name, drawing in separate_drawings.items():
         for ending, data in figure_files(drawing).items():
             files[f"figures/{name}.{ending}"] = data
     files |= with_fonts({name: data for name, data in files.items() if name.endswith(".svg")})
@@ -237,7 +238,7 @@ def _fill(folder: Path, files: Mapping[str, bytes]) -> None:
 def _exchange(folder: Path, temporary: Path, files: Iterable[str]) -> None:
     """Move the old files and folders away and the new ones to their places, or undo it all.
 
-    Meanwhile report.json lists the files of both reports, in case this process is killed.
+    Until it is done, report.json lists the files of both reports, in case this process is killed.
     """
     (temporary / "old").mkdir()
     meanwhile = temporary / LISTING

@@ -251,7 +251,7 @@ def save_frozen(
 
 
 def keep_only(folder: Path, newest: int, best: int | None, stage: int = 0) -> None:
-    """Keep the two newest checkpoints and, for each, the best up to its step; remove all others.
+    """Keep the two newest checkpoints, and the best weights up to each of them; remove all others.
 
     `newest` and `best` are steps in `stage`. A checkpoint that is kept only for its best weights
     loses its optimizer state. Frozen weights are removed with the last checkpoint that names them.

@@ -1,7 +1,7 @@
 """The environment of a run: GPU, host, libraries, frostlab's own code, and command.
 
-Recording it starts no other program, not even git: a repository could name programs that git would
-run.
+No other program is started to record it, not even git, because the settings of a repository can
+make git run further programs.
 """
 
 import hashlib
@@ -231,7 +231,7 @@ def _precision(backend: Any) -> str:
 def comparable_facts(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the facts of an environment that must be equal for two runs to be comparable.
 
-    They are frostlab's code, the versions, the device, and settings that change digits.
+    They are frostlab's code, versions, the device, and settings that change digits of a result.
     """
     objects = ((key, values.get(key)) for key in ("versions", "numerics", "code", "variables"))
     parts = {key: value if isinstance(value, dict) else {} for key, value in objects}
@@ -306,7 +306,7 @@ def _own_code() -> dict[str, str | None]:
 def code_state(package: Path) -> dict[str, str | None]:
     """Return a digest of a package's files and, in a checkout, the commit; None if unknown.
 
-    The digest shows changes since the commit, because equal code has equal digests.
+    Equal code has equal digests, so the digest shows changes that were not committed.
     """
     is_checkout = package.parent.name == "src"  # else a folder above may be another repository
     return {

@@ -1,6 +1,6 @@
 """Reading events.jsonl, the events of a run.
 
-A resumed run repeats the events after the checkpoint that it resumed from.
+A resumed run repeats the steps after the checkpoint that it resumed from, and appends their events.
 """
 
 import os
@@ -94,7 +94,7 @@ def effective(events: Iterable[Event]) -> list[Event]:
 class LatestEvents:
     """The events that no resumed run repeated, from the last to the first.
 
-    The file is read only as far as needed. Lines that are truncated or do not fit are left out.
+    The file is read only as far as needed. Lines that are no valid events are left out.
     """
 
     def __init__(self, path: Path) -> None:
@@ -153,7 +153,7 @@ def _least_resume_of(event: Event) -> float:
 
 
 def _least_resume(kind: str, step: int, checkpoint: object) -> float:
-    """Return the least step at which a resume does not drop an event."""
+    """Return the least step from which a run can resume without dropping this event."""
     if kind in (StartEvent.kind, ResumeEvent.kind, NoteEvent.kind):
         return -_INFINITE
     if kind in (StageEvent.kind, FlowPartsEvent.kind):  # a resume at this step repeats them

@@ -1,7 +1,7 @@
 """Run folders: `RunFolder` writes one, and `RunRecord` reads it, typed.
 
-Only one process at a time can open a `RunFolder`. A `RunFolder` appends events, and writes other
-files atomically, so that they are complete or absent.
+Only one process at a time can open the `RunFolder` of a run. A `RunFolder` appends events, and
+writes other files atomically, so that they are complete or absent.
 """
 
 import errno
@@ -234,7 +234,7 @@ def own_folder(runs: Path, name: str, resume: bool, digest: str) -> tuple[Path, 
     """Choose a folder under `runs`; return it, and whether it holds a run to resume.
 
     With `resume`, this is the newest unfinished run of the recipe, or a new folder if the recipe
-    has no run yet: the first command and its repetitions can then be the same.
+    has no run yet. So the same command with `--resume` can start the run and continue it later.
     """
     check_name(name, "the run's name")
     if not resume:

@@ -1,4 +1,4 @@
-"""The files from which a run's model is built and its tokenizer loaded, without data or cache.
+"""The files from which a run's model and tokenizer can be loaded without its data and the cache.
 
 `model/` holds inputs.json and, for a Hugging Face model, its config.json; `tokenizer/` is a folder
 that transformers can load. Both have checksums, so that a changed file is refused. The weights are
@@ -132,7 +132,7 @@ def _runs_code(config: Path) -> bool:
 
 
 def stored_encoder(folder: Path) -> Encoder:
-    """Return the encoder of a run's tokenizer, which encodes as when the run was trained."""
+    """Return the encoder of a run's tokenizer, which encodes texts as it did in training."""
     inputs = read_inputs(folder)
     place = _tokenizer_folder(folder, inputs)
     encoder: Encoder

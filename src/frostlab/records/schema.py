@@ -91,7 +91,7 @@ class WallClock:
     checkpoints: float  # s of copying tensors, waiting for writes, and stage changes
     report: float  # s of evaluating the best weights, and of waiting for the last checkpoint
     other: float  # s of the rest
-    turn: float  # s of waiting until other runs of the queue left the device
+    turn: float  # s of waiting until another run of the queue had ended its training
 
 
 @dataclass(frozen=True)

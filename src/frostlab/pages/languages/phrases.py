@@ -1,8 +1,8 @@
 """The fixed texts of a comparison's page in Chinese and Japanese.
 
 In a text, a word in braces, such as `{name}`, stands for any words, and `{sign}` for one character.
-These are kept as they are, but the words of `{reason}` are translated, too. A text without a
-translation is looked up sentence by sentence, and then clause by clause.
+The words that it stands for are kept as they are, but those of `{reason}` are translated, too. A
+text that is not found as a whole is looked up sentence by sentence, and then clause by clause.
 """
 
 import re
@@ -69,7 +69,7 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
     ("Further doubts are listed under “Verdicts” and “What differs between the arms”.",
      "其余疑点列于“结论”和“各组之间的差别”之下。",
      "その他の疑問点は「判定」と「群間の違い」に記す。"),
-    # Beside the verdicts
+    # Next to the verdicts
     ("The same run twice ({baseline}, seed ", "同一次运行重复两遍（{baseline}，种子 ",
      "同じ実行を二回行った結果（{baseline}、シード "),
     ("): {metric} ", "）：{metric} ", "）：{metric} "),

@@ -13,8 +13,8 @@ class Translation:
     """A word of verdicts in another language."""
 
     word: str
-    meaning: str  # of `comparison.judging.verdict.MEANINGS`
-    sentence: str  # of a verdict with this word
+    meaning: str  # the translated entry of `comparison.judging.verdict.MEANINGS`
+    sentence: str  # template of the sentence of a verdict with this word
 
 
 TRANSLATIONS: dict[str, dict[Word, Translation]] = {  # by language

@@ -67,12 +67,12 @@ def _subjects(folder: Path, records: Records) -> list[Block]:
             "match", "challenge score")  # fmt: skip
     note = (
         "r is Pearson's correlation of the decoded with the heard envelope; its mean over the "
-        "subjects is taken of Fisher's z. By chance: nine of ten such means lie in this range if "
-        "the envelopes are shifted in time. p: how probable a mean this large is by chance. Above "
-        "chance: the number of subjects whose own p is at most five percent. Match: how often the "
-        "decoded envelope of a window correlates better with the heard one than with that of "
-        "another window. The challenge score is two thirds of r on segments of subjects trained on "
-        "and one third of r on segments of the others."
+        "subjects is computed with Fisher's z. By chance: nine of ten such means lie in this range "
+        "if the envelopes are shifted in time. p: how probable a mean this large is by chance. "
+        "Above chance: the number of subjects whose own p is at most five percent. Match: how "
+        "often the decoded envelope of a window correlates more with the heard envelope of this "
+        "window than with that of another window. The challenge score is two thirds of r on "
+        "segments of subjects trained on and one third of r on segments of the others."
     )
     shown.append(Table("scores", "Correlation with the heard envelope", head, tuple(rows), note))
     for split, decoders in scores.items():
@@ -155,7 +155,7 @@ def _envelopes(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
 
 
 def _excerpt(signals: Mapping[str, Any], rate: float) -> list[dict[str, Any]]:
-    """Return the rows of the middle 10 seconds of signals; all of them if they are shorter."""
+    """Return the rows of the middle 10 seconds of signals, or of all if they are shorter."""
     length = min(map(len, signals.values())) / rate
     start = max(0.0, (length - _SECONDS) / 2)
     return excerpt_rows(signals, rate, start=start, seconds=min(_SECONDS, length))

@@ -139,7 +139,7 @@ _SPLIT_ROWS = (
 
 
 def data(run: OneRun) -> list[Block]:
-    """Return the splits of the data, their remarks, and the classes."""
+    """Return the splits of the data, remarks about them, and how many examples each class has."""
     splits = run.value("splits", file=DATA)
     if not splits:
         return []
@@ -214,7 +214,7 @@ def environment(run: OneRun) -> list[Block]:
 
 
 def notes(run: OneRun) -> list[Block]:
-    """Return the notes of users and of the training, and how steps were run, such as compiled."""
+    """Return the notes of users and of the training, and how steps were run (e.g. compiled)."""
     notes = run.value("notes", file="annotations.json") or []
     blocks: list[Block] = [
         item(run.cell("notes", number, "at", file="annotations.json", format="day"), ": ",

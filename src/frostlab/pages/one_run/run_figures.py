@@ -54,11 +54,11 @@ def _boundaries(stages: Rows, last: int, named: bool) -> list[Any]:
 def training(
     losses: Rows, evaluations: Rows, stages: Rows, metric: str, percent: bool = False
 ) -> Any:
-    """Draw the metric of every evaluation, the best marked, above the loss of training.
+    """Draw the metric of every evaluation, with a ring around the best, above the training loss.
 
-    `losses` have step, loss and text; `evaluations` have step, value, text and best (a bool);
-    `stages` have the step at which each later stage begins, and its name as `stage`. With
-    `percent`, the metric is a share that is shown in percent.
+    `losses` have step, loss and text; `evaluations` have step, value, text and best (a bool).
+    `stages` are the stages after the first: they have step, at which the stage begins, and its name
+    as `stage`. With `percent`, the metric is a share that is shown in percent.
     """
     alt = _altair()
     last = max((row["step"] for row in [*losses, *evaluations]), default=1)
@@ -178,7 +178,7 @@ def stages_in_time(spans: Rows, evaluations: Rows, metric: str) -> Any:
 
 
 def by_layer(points: Rows, title: str) -> Any:
-    """Draw the metric of the head when it reads each layer's output; one point per stage and layer.
+    """Draw the head's metric if it reads the output of a layer: one point per stage and layer.
 
     A point has stage, layer, value and text.
     """
@@ -249,7 +249,7 @@ def confusion(rows: Rows) -> Any:
 def thinned(values: Sequence[tuple[int, float | None]], most: int = 400) -> list[dict[str, Any]]:
     """Return at most `most` points of a series as rows: neighbouring finite values are averaged.
 
-    A point has the last step of its values.
+    The step of a point is the last step of the values in its average.
     """
     finite = [(step, value) for step, value in values if value is not None and math.isfinite(value)]
     size = max(1, math.ceil(len(finite) / most))

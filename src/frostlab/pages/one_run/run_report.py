@@ -85,12 +85,12 @@ def _first_screen(run: OneRun) -> list[Block]:
                        run.cell("seed", file=RECIPE), "."))  # fmt: skip
     metric, shown = run.metric, metric_format(run.metric)
     if run.value("report", metric) is not None:
-        beside: list[str | Cell] = []
+        references: list[str | Cell] = []
         for other, text in (("ridge", "; a linear decoder has "), ("chance", "; by chance up to ")):
             if run.value("report", other) is not None:
-                beside += [text, run.cell("report", other, format=metric_format(other))]
+                references += [text, run.cell("report", other, format=metric_format(other))]
         blocks.append(item(f"Result: {plain(metric)} ", run.cell("report", metric, format=shown),
-                           " on the report split", *beside, "."))  # fmt: skip
+                           " on the report split", *references, "."))  # fmt: skip
     if run.value("best", "value") is not None:
         blocks.append(item(
             f"Best {plain(metric)} on the split that selects the checkpoint: ",
@@ -111,7 +111,7 @@ def _first_screen(run: OneRun) -> list[Block]:
 
 
 def _alarms(run: OneRun) -> Iterator[Paragraph]:
-    """Yield what a reader must know before the result, to show in red."""
+    """Yield warnings, in red, that a reader must know before the result."""
     status = run.value("status")
     if status is None:
         summary = read_run(run.folder)
@@ -336,8 +336,8 @@ def _stages_figure(run: OneRun, stages: list[dict[str, Any]]) -> Figure:
 def _layers_figure(run: OneRun, stages: list[dict[str, Any]]) -> Figure | None:
     """Draw, for each layer, the loss that the model has if its head reads this layer's output.
 
-    It is known for layers that have a loss in training and, after `frostlab exits`, for all layers.
-    If the run's metric is the perplexity, the perplexity is drawn instead.
+    This loss is known for layers that have a loss in training and, after `frostlab exits`, for all
+    layers. If the run's metric is the perplexity, the perplexity is drawn instead.
     """
     name = "perplexity" if run.metric == "perplexity" else "loss"
     points, files, split = [], [RESULT], "split that selects the checkpoint"
@@ -450,9 +450,9 @@ def _flow(run: OneRun) -> list[Block]:
         if (chart := front_chart(flow)) is not None:
             ends = [{"step": report.step, **report.largest} for report in flow.reports]
             caption = (
-                "For each tensor, the largest absolute gradient is taken. The line is its average "
-                "over the first two layers, divided by the head's. The dashed lines are the "
-                "thresholds of the verdicts that stand next to them."
+                "For each tensor, the largest absolute gradient is taken. The line is the average "
+                "of these values over the first two layers' tensors, divided by the head's "
+                "average. A dashed line is the threshold of the verdict that stands next to it."
             )
             blocks.append(Figure(f"flow-front{suffix}", f"Front over output gradient{where}",
                                  chart, caption, ends, (EVENTS,)))  # fmt: skip
@@ -473,12 +473,12 @@ def _targets(run: OneRun) -> list[Block]:
             run.cell("targets", number, "wanted", file="targets.json"),
             "missed" if missed else "reached",
         ))  # fmt: skip
-    head = ("target", "measured", "wanted", "", "")
+    head = ("target", "measured", "wanted", "", "result")
     return [Table("targets", "Targets of the diagnosis", head, tuple(rows))]
 
 
 def _side(target: dict[str, Any]) -> str:
-    """Return on which side of the target a good value lies."""
+    """Return whether a good value lies below or above the target."""
     return "below" if metric_facts(str(target.get("name"))).lower_is_better else "above"
 
 

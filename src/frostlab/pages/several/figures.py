@@ -62,7 +62,7 @@ def is_dense(effects: int, comparisons: int, arms: int) -> bool:
 
 
 def in_brackets(shortcomings: Sequence[str]) -> str:
-    """Return the shortcomings of a mean (confounded, reduced) as text to append."""
+    """Return the shortcomings of a mean, such as confounded, as text to append to its name."""
     return f" ({', '.join(shortcomings)})" if shortcomings else ""
 
 
@@ -89,7 +89,7 @@ def effect_figures(several: Several) -> list[Block]:
         if any(row["doubtful"] for row in rows):
             caption += (
                 " Hollow marks: the arm is confounded, or the runs were scaled down, shortened or "
-                "made with stand-ins."
+                "made with stand-ins (substitutes for missing data or models)."
             )
         if any(row["file"] == MEANS for row in rows):
             caption += (
@@ -144,7 +144,7 @@ def _effect_row(
 def effects_by_comparison(
     rows: Sequence[dict[str, Any]], arms: Sequence[str], title: str, ratio: bool
 ) -> Any:
-    """Draw the effect and the interval of every arm in every comparison, side by side.
+    """Draw the effect and the interval of every arm in every comparison.
 
     Rows have comparison, arm, effect, low, high, text, verdict and doubtful.
     """

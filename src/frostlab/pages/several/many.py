@@ -1,9 +1,9 @@
 """The report of several comparisons: every treatment on every data set, and the means over them.
 
-The folder is a group's folder, or a folder of comparisons and groups. A number about one comparison
-comes from the comparison's evidence.json, a mean over comparisons from means.json, which is written
-with the report, and a number about a group from the group's summary.json. The sources are the
-published studies that a group repeats.
+The reported folder is a group's folder, or a folder of comparisons and groups. A number about one
+comparison comes from the comparison's evidence.json. A mean over comparisons comes from means.json,
+which is written with the report. A number about a group comes from the group's summary.json. The
+sources are the published studies that a group repeats.
 """
 
 from collections.abc import Sequence
@@ -141,7 +141,7 @@ def _names(members: Sequence[Member]) -> str:
 
 
 def _verdicts(several: Several) -> list[Block]:
-    """Return a table of comparisons × arms or, if too wide or too empty, with a row per effect."""
+    """Return a table of comparisons × arms or, if that is wide or sparse, with a row per effect."""
     effects = sum(len(evidence.verdicts) for _, evidence in several.finished)
     dense = is_dense(effects, len(several.finished), len(several.arms))
     rows: list[Row] = []
@@ -210,8 +210,8 @@ _MEAN_NOTE = (
     "about these comparisons and not about other data. Where a row has only one comparison, its "
     "effect and interval are those of its verdict. The share of the baseline is the geometric mean "
     "of the arm's metric divided by the baseline's (the inverse if lower values are better), so "
-    "that more is better. Confounded comparisons, and reduced ones (scaled, shortened, "
-    "stand-ins), have means of their own."
+    "that more is better. Confounded comparisons, and reduced ones (scaled down, "
+    "shortened, or with substitutes for missing data or models), have means of their own."
 )
 
 

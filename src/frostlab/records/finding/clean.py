@@ -1,4 +1,4 @@
-"""Removal of old runs, unless they are tagged, running, damaged, or used by a comparison."""
+"""Removal of old runs that are not tagged, running, damaged, or used by a comparison."""
 
 import os
 import re
@@ -176,7 +176,7 @@ def _size(folder: Path) -> int:
 def remove_run(folder: Path) -> None:
     """Remove a run's folder, unless a process has begun to use it.
 
-    The folder is renamed first, so that an interrupted removal leaves no half of a run.
+    The folder is renamed first, so that an interrupted removal leaves no incomplete run.
     """
     lock = Lock(folder / LOCK)
     try:

@@ -116,13 +116,13 @@ def _settings(run: Summary) -> dict[str, Any]:
 
 
 def _inputs(records: tuple[RunRecord, RunRecord]) -> Values:
-    """Return the digests that differ; for initial weights, only the first pair and a count."""
+    """Return the digests that differ; of those of initial weights, only the first and a count."""
     sides: list[dict[str, Any]] = []
     weights: list[dict[str, str]] = []
     for record in records:
         side: dict[str, Any] = {}
         parts: dict[str, str] = {}
-        with suppress(BadInput):  # a run of which the digests are missing
+        with suppress(BadInput):  # digests.json is missing or damaged
             digests, parts = record.digests, record.digests.weights
             side = {"data": digests.data, "pretrained weights": digests.source}
             side["revision"] = digests.revision

@@ -99,7 +99,7 @@ def list_runs(root: Path) -> list[Summary]:
 
 
 def read_run(folder: Path) -> Summary:
-    """Summarise one run from its files alone."""
+    """Summarise one run from its own files, without the index."""
     return _with_lock(_read(Path(os.path.abspath(folder))))  # `.` alone has no name
 
 

@@ -21,7 +21,7 @@ class Column:
     name: str
     text: Callable[[Summary], Any]  # returns a run's value; None: unknown
     right: bool = False  # whether it is right-aligned
-    marked: bool = False  # whether a footnote mark for the run's caution is added
+    marked: bool = False  # whether a run with a caution gets a footnote mark here
     rank: int = 0  # columns with a larger rank are left out first; 0: never left out
 
 
@@ -91,7 +91,7 @@ def runs_table(
 
 
 def _within(texts: Sequence[str]) -> list[str]:
-    """If all known values are absolute paths, shorten them to paths in the folder they share."""
+    """If all known values are absolute paths, make them relative to the folder that they share."""
     paths = {text for text in texts if os.path.isabs(text)}
     if len(paths) < 2 or paths != set(texts) - {NONE}:
         return list(texts)

@@ -218,7 +218,7 @@ def listed(text: str) -> list[str]:
 
 
 def select(runs: Sequence[Summary], where: str = "", sort: str = "") -> list[Summary]:
-    """Return the runs that fulfil all conditions, in the order of some keys.
+    """Return the runs that fulfil all conditions of `where`, sorted by the keys of `sort`.
 
     A key with a minus sorts from the largest value to the smallest. Runs without a value are last.
     """
@@ -255,9 +255,9 @@ def differing(runs: Sequence[Summary]) -> list[str]:
     """Return the settings that are not the same in all runs.
 
     Settings that all runs have come before others. Within both groups, settings that differ
-    between runs with the same kinds of data and model come first. If a section is null
-    in some runs, its settings are listed instead of the section. A damaged run without settings is
-    left out, and so are facts such as `treatment` and `seed`.
+    between runs with the same kinds of data and model come first. If a section, such as `watch`, is
+    null in some runs, its settings are listed instead of the section. A damaged run without
+    settings is left out, and so are facts such as `treatment` and `seed`.
     """
     settings = list({id(run.settings): run.settings for run in runs if run.settings}.values())
     families: dict[str, list[dict[str, Any]]] = {}
@@ -308,7 +308,7 @@ class Group:
 
 
 def group_keys(runs: Sequence[Summary], text: str) -> list[str]:
-    """Return the keys of `--group`; for `-seed`, all other keys that differ between runs."""
+    """Return the keys of `--group`; for `-seed`, all keys that differ between runs, except seed."""
     parts = listed(text)
     if not parts:
         raise BadInput("--group is empty; e.g. --group -seed, or --group treatment,optim.lr")
@@ -341,7 +341,7 @@ def grouped(
 
     Without `quantities`, the reported value of the metric that selects the checkpoint is averaged;
     runs with different metrics are then in different groups. `critical(n, alpha)` is the
-    half-width of a t interval in standard errors.
+    half-width of a t interval of n values, in standard errors.
     """
     metrics = list(dict.fromkeys(run.metric for run in runs if run.metric))
     if not quantities and len(metrics) > 1:

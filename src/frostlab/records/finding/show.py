@@ -311,7 +311,7 @@ def _best_step(events: list[Event]) -> int | None:
 
 
 def _n(run: _Run, split: str) -> str:
-    """Return the number of examples behind a metric, such as ` (n = 400)`; "" if not known.
+    """Return the number of examples that a metric averages, as ` (n = 400)`; "" if not known.
 
     For a language model, the number of tokens is added; for EEG, the number of subjects.
     """
@@ -380,7 +380,7 @@ def _clocks(run: _Run) -> list[str]:
 
 
 def _wall_clock(run: _Run) -> list[str]:
-    """Return how the run's last process spent its time; a resumed run has several."""
+    """Return how the run's last process spent its time; a resumed run had several processes."""
     if run.result is None:
         return []
     wall = run.result.clocks.wall
