@@ -96,7 +96,9 @@ def test_a_model_that_does_not_run_afterwards_is_as_before(monkeypatch: pytest.M
 def test_a_layer_of_another_kind_than_its_neighbour_is_refused() -> None:
     model, inputs = build("deepseek_v3")  # its first layer has no experts
     before = outputs(model, inputs)[0]
-    with pytest.raises(fl.BadInput, match="layer 1 would be of another kind than the layer beside"):
+    with pytest.raises(
+        fl.BadInput, match="layer 1 would be of another kind than the layer next to"
+    ):
         fl.grow(model, at=1)
     assert model.config.num_hidden_layers == 2  # type: ignore[union-attr]
     assert torch.equal(outputs(model, inputs)[0], before)

@@ -75,12 +75,12 @@ HeadsOf = Callable[[Any, str], Heads]  # (model, stack name) → heads
 
 @dataclass(frozen=True)
 class Description:
-    """The roles, heads and stacks of one architecture."""
+    """The roles, heads and stacks (sequences of layers) of one architecture."""
 
     table: Table | Callable[[Any], Table]
     heads: HeadsOf
     stacks: Mapping[str, str] = field(default_factory=dict)  # first path segment → stack name
-    # For models with shared weights: (model, index in the path) → the layers that use the weights.
+    # For layers that share weights: (model, index in a weight's path) → the layers that use it.
     shared: Callable[[Any, int], tuple[int, ...]] | None = None
 
     def table_of(self, module: nn.Module) -> Table:

@@ -2,9 +2,9 @@
 
 A fused parameter holds several roles in its rows, such as query, key and value. A part is a whole
 parameter, or the rows of a fused parameter that have one role; users select and freeze parts. A
-slot is a parameter of the unmodified model; freezing may store its rows in several parameters,
-which are its pieces. The rows of a fused weight are its output units, even if it is stored
-transposed.
+slot is a parameter of the unmodified model, that is, of the model before frostlab split parameters
+and PEFT wrapped modules. Freezing may store the rows of a slot in several parameters, its pieces.
+The rows of a fused weight are its output units, even if it is stored transposed.
 """
 
 import math
@@ -315,4 +315,7 @@ class Split(ABC):
 
     @abstractmethod
     def joined(self) -> nn.Module:
-        """Return the module with whole parameters and the current values; use only this result."""
+        """Return a module with whole parameters of the current values.
+
+        It may be this module, changed in place. If it is not, this one must no longer be used.
+        """

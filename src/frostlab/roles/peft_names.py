@@ -1,11 +1,12 @@
 """Names of the parameters of modules that PEFT wrapped.
 
-PEFT wraps a module in three ways. An adapter's layer keeps the module as `base_layer` and also
-holds the weights of its adapters; only active adapters are in use. A module that is to be trained
-whole (`modules_to_save`, such as the head of a classifier) is copied: while an adapter is active,
-the model uses the adapter's copy, and `original_module` is out of use. An embedding of which only
-some tokens are trained (`trainable_token_indices`) is in a wrapper that uses `token_adapter`, an
-adapter's layer around the embedding.
+The unmodified model is the model before PEFT wrapped its modules. PEFT wraps a module in one of
+three ways. An adapter's layer keeps the module as `base_layer` and also holds the weights of its
+adapters; only active adapters are in use. A module that is to be trained whole (`modules_to_save`,
+such as the head of a classifier) is copied: while an adapter is active, the model uses the
+adapter's copy, and `original_module` is out of use. An embedding of which only some tokens are
+trained (`trainable_token_indices`) is in a wrapper that uses `token_adapter`, an adapter's layer
+around the embedding.
 """
 
 import sys

@@ -198,8 +198,8 @@ def _found(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
         except FrostlabError:
             raise
         except Exception as error:  # a model's own code can fail in many ways
-            said = f"{type(error).__name__}: {first_line(error)}"
-            raise UnknownArchitecture(f"its forward pass cannot be followed ({said})") from error
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise UnknownArchitecture(f"its forward pass cannot be followed ({reason})") from error
     _FOUND[model] = (key, found)
     if batch is not None:
         _keep(_BATCHES, key, as_call(batch), _KEPT_BATCHES)

@@ -96,7 +96,7 @@ def select(parts: Sequence[Part], texts: Iterable[str], model: str) -> tuple[Par
     # Parts that a selection takes or removes by a tied name only: key → (selection, part, name).
     taken_by_tie: dict[str, tuple[Term, Part, str]] = {}
     removed_by_tie: dict[str, tuple[Term, Part, str]] = {}
-    chosen_by_role: set[str] = set()
+    chosen_by_role: set[str] = set()  # keys of parts that a selection takes by their own role
     for term in sorted(terms, key=lambda t: t.negative):  # negative selections last
         hits = _matching_keys(parts, term, counts, model)
         ties = {

@@ -94,7 +94,7 @@ class _References:
         return made
 
     def _function(self, function: FunctionType) -> FunctionType:
-        """Return a copy of a function that refers to the model or has a closure, else itself."""
+        """Copy a function that refers to the model or has a closure; return others as they are."""
         values = function.__globals__
         names = {
             name: self.moved(values[name])
@@ -143,7 +143,7 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names of globals that a function may use, and those of functions inside it."""
+    """Yield the names of globals that a function, or a function inside it, may use."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -162,8 +162,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         if id(module) in modules:
             raise RunsItself(
                 f"its forward pass runs a {modules[id(module)]} of the model itself, not of the "
-                "copy that is watched: a function or a global variable may refer to it; refer to "
-                "it through `self`"
+                "copy that is watched: a function or a global variable may refer to that module; "
+                "refer to it through `self`"
             )
 
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []

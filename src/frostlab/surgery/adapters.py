@@ -1,16 +1,17 @@
 """PEFT's adapters on selected weights, also on the rows of some roles of a fused projection.
 
 An adapter wraps a module. LoRA adds the product of two small matrices, B·A, to the module's weight.
-In a fused projection, each selected role has a pair of its own, as if the roles were separate
-projections; the rows of the other roles have no parameters, and their update is exactly zero:
+In a fused projection, whose rows belong to several roles, each selected role has a pair B, A of its
+own, as if the roles were separate projections. The rows of the other roles have no parameters, and
+their update is exactly zero:
 
                         B            A
     query rows      [ Bq  0  ]    [ Aq ]
     key rows        [ 0   0  ]  · [ Av ]
     value rows      [ 0   Bv ]
 
-PEFT sees a plain LoRA, here of twice the rank, whose B is the whole matrix: its merging works
-unchanged, and state dicts hold the whole B, so that PEFT alone can load them.
+PEFT sees a plain LoRA, here of twice the rank, whose B is the whole matrix. So PEFT's merging works
+unchanged. State dicts hold the whole B, so that PEFT can load them without frostlab.
 """
 
 import re

@@ -2,8 +2,8 @@
 
 A part is a parameter, or the rows of a parameter that have one role, such as query. A fixed part,
 such as a table of sinusoids, is one that is never trained. Each call sets the state of every part,
-so the result does not depend on earlier calls. The exception is a model with adapters, whose
-other weights PEFT has frozen: they stay frozen, and a selection such as `query` freezes more.
+so the result does not depend on earlier calls. The exception is a model with adapters: PEFT has
+frozen its other weights, they stay frozen, and a selection such as `query` freezes more.
 
 A fused projection (several roles in one parameter) with both frozen and trainable rows is split
 into separate parameters. A frozen BatchNorm keeps its running statistics. A slot is a parameter of

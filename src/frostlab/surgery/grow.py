@@ -311,7 +311,7 @@ def _build_layer(trunk: Trunk, index: int, neighbour: nn.Module) -> nn.Module:
     tensors = dict(neighbour.named_buffers()) | neighbour.state_dict()
     if trunk.probed and layer.state_dict().keys() != neighbour.state_dict().keys():
         raise BadInput(
-            f'grow: layer {index} would be of another kind than the layer beside it; try at="top"'
+            f'grow: layer {index} would be of another kind than the layer next to it; try at="top"'
         )
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
         tensor.data = tensor.data.to(tensors[name])

@@ -118,7 +118,10 @@ def _rewrite(model: nn.Module, selections: tuple[str, ...], origin: Origin) -> N
 
 def _check_matrix(part: Part, origin: Origin) -> None:
     if part.state == "fixed":
-        raise BadInput(f"{origin.method}: {part.key} is held fixed by the architecture")
+        raise BadInput(
+            f"{origin.method}: {part.key} is never trained: it is a constant, such as a table of "
+            "sinusoids, or the model does not use it"
+        )
     if len(part.shape) < 2 or any(size > 1 for size in part.shape[2:]) or part.axis > 1:
         raise BadInput(f"{origin.method}: {part.key} ({part.role}) is not a matrix")
     if part.heads is None and (origin.scope == "head" or origin.std == "orthonormal"):
@@ -297,8 +300,8 @@ def _cholesky_pass(x: Tensor) -> tuple[Tensor, Tensor]:
 def _gram(x: Tensor) -> Tensor:
     """Return X·Xᵀ in float64.
 
-    On a GPU, a float32 product over many columns loses precision, so products over
-    `_COLUMNS_AT_ONCE` columns are summed in float64 if this number divides that of the columns.
+    On a GPU, a float32 product over many columns loses precision. So if the number of columns is a
+    multiple of `_COLUMNS_AT_ONCE`, products over that many columns each are summed in float64.
     """
     if not on_gpu(x) or x.dtype == torch.float64 or x.shape[-1] % _COLUMNS_AT_ONCE:
         return (x @ x.mT).double()

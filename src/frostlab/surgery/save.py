@@ -87,7 +87,7 @@ class Manifest:
     trainable: list[str]  # names of the trainable parts
     buffers: list[str]  # names of the stored buffers
     frozen: dict[str, FrozenPart]  # part → how to recognise it
-    statistics: dict[str, list[float]]  # frozen buffer → its fingerprint
+    statistics: dict[str, list[float]]  # statistic of a frozen BatchNorm → its fingerprint
     tensors: TensorFile  # the file of the tensors
 
 
@@ -236,7 +236,7 @@ def write_checkpoint(
     """Write a model, its tokenizer and the names of its classes to an existing folder.
 
     Args:
-        length: the tokens of the longest text in training.
+        length: the number of tokens of the longest text in training.
     """
     pad, end = (getattr(tokenizer, f"{name}_token_id", None) for name in ("pad", "eos"))
     made, state = cast(Any, model), model.state_dict()

@@ -104,7 +104,7 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if stale:
         raise StaleOptimizer(
             f"this {type(optimizer).__name__} holds {len(stale)} parameters, such as {stale[0]}, "
-            "that freeze, thaw or merge_adapters replaced; build the optimizer afterwards"
+            "that freeze, thaw or merge_adapters replaced; build a new optimizer"
         )
     _expected[:] = [
         expected for expected in _expected
@@ -122,8 +122,8 @@ def _warn_of_left_out(held: Collection[int]) -> None:
     """
     left_out = [expected for expected in _expected if expected.is_missed_by(held)]
     if left_out:
-        told = set(left_out)
-        _expected[:] = [expected for expected in _expected if expected not in told]
+        reported = set(left_out)
+        _expected[:] = [expected for expected in _expected if expected not in reported]
         warnings.warn(
             f"{len(left_out)} parameters, such as {left_out[0].name}, became trainable after the "
             "optimizer was built, and no optimizer updates them; rebuild the optimizer",

@@ -182,7 +182,7 @@ BAD: dict[str, tuple[type[nn.Module], str]] = {
     "no attention": (lambda: nn.Sequential(nn.Linear(4, 4)), "product with a third)"),  # type: ignore[dict-item]
     "never called": (
         Skips,
-        "did not use `query.weight`, `query.bias`, `key.weight`, …: if an attention does, read the",
+        "did not use `query.weight`, `query.bias`, `key.weight`, …: if an attention has these",
     ),
     "another way": (Turns, "rows of"),
     "inputs nobody can guess": (Wants, "cannot guess `graph` of Wants.forward (IndexError"),

@@ -257,3 +257,14 @@ def test_the_scale_of_a_norm_in_a_function_of_autograd() -> None:
     parts = found(Model(lambda m, q: OfFunction.apply(q, m.scale)))
     assert parts["scale"].role == "norm"
     assert parts["q"].heads == fl.Heads(HEADS, HEADS, WIDTH // HEADS)
+
+
+def biased_once(m: Any, q: Tensor) -> Tensor:
+    """Norm a query; the first pass alone computes what is added, and later passes read a cache."""
+    if "added" not in vars(m):
+        vars(m)["added"] = m.extra(torch.ones(WIDTH, device=q.device))
+    return q * q.pow(2).mean(-1, keepdim=True).rsqrt() * m.scale + vars(m)["added"]
+
+
+def test_a_norm_is_read_from_a_first_pass_that_fills_a_cache() -> None:
+    assert found(Model(biased_once))["scale"].role == "norm"

@@ -401,5 +401,5 @@ def own_softmax(extra: Tensor, x: Tensor, sides: Sides) -> Tensor:
 
 
 def test_a_function_that_may_hide_the_softmax_is_named() -> None:
-    with pytest.raises(fl.UnknownArchitecture, match="MaskedSoftmax, a function of autograd"):
+    with pytest.raises(fl.UnknownArchitecture, match="MaskedSoftmax, a custom autograd"):
         roles(Model(lambda: Block(Style(own_softmax))))

@@ -104,11 +104,10 @@ CONFORMER_LAYER: Table = {
     "attention.norm": "norm",
     "attention.qkv": QKV,
     "attention.out": "output",
-    "attention.position": "position",  # these three only if the config's attention is relative
+    "attention.position": "position",  # these three only with attention="relative"
     "attention.content_bias": "position",
     "attention.place_bias": "position",
-    # only if `published` is true in the config; then attention is plain
-    "attention.relative_positions": "position",
+    "attention.relative_positions": "position",  # only with variant="published"
     "convolution.norm": "norm",
     "convolution.enter": "conv",
     "convolution.depthwise": "conv",

@@ -29,7 +29,8 @@ T5_FEED_FORWARD: Table = {
 def t5_stack(feed_forward: int) -> dict[str, Entry]:
     """Return the table of a T5 stack.
 
-    The first block holds the position bias of all blocks, so `*` gives it no layer index.
+    The first block holds the position bias that all blocks use. So its path has `*` in place of
+    `{i}`: it belongs to no layer.
 
     Args:
         feed_forward: the index of the feed-forward network within a block.
@@ -136,7 +137,7 @@ CLIP: Table = {
 
 
 def clip_heads(module: Any, stack: str) -> Heads:
-    """Return a CLIP stack's heads from its own config, the only config of a model of one stack."""
+    """Return a stack's heads from its part of the config, or from the config if it has no parts."""
     return heads_from(getattr(module.config, f"{stack}_config", module.config))
 
 

@@ -1,10 +1,10 @@
-"""The attentions of a traced model: which rows of which parameters each head is computed from.
+"""The attentions of a watched pass: which rows of which parameters each head is computed from.
 
 An attention is torch's fused attention, or it is written out: a product of two activations (the
 scores), its softmax (the probabilities), and the product of the probabilities with a third
-activation. Its sides are the operands: query, key and value. A head's rows are found from
-gradients: the gradient of its query with respect to a weight is non-zero exactly on the rows that
-the query is computed from. `graph.py` explains contractions and products.
+activation. Its sides are the operands: query, key and value. If two projections in a row make a
+side, the side is low-rank, and the first of them is a factor. `dependence.py` finds the rows of a
+side's heads from gradients. `graph.py` explains contractions and products.
 """
 
 from collections.abc import Container, Iterator
@@ -31,7 +31,7 @@ _DEPTH = 3  # longest chain of projections that is followed back from a side
 # Operations that may stand between a softmax and its product with the values, if only one of their
 # inputs is an activation.
 _ONE_SIDED = {"Mul", "Div", "Add", "Sub", "MaskedFill", "Where", "NativeDropout", "Addcmul"}
-SHAPES = {
+SHAPES = {  # operations that move, copy, select or mask entries
     "View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute", "T", "Expand", "Squeeze",
     "Unsqueeze", "Slice", "Select", "Split", "SplitWithSizes", "UnsafeSplit", "Unbind", "Cat",
     "Stack", "Clone", "ToCopy", "Alias", "Repeat", "Index", "IndexSelect", "Gather", "Roll", "Flip",
@@ -75,7 +75,7 @@ class Attention:
     result: Node  # the product with the values; `core` if it is fused, or `sides` has no value
     position: list[Contraction] = field(default_factory=list)  # projections of positions
     added: list[Use] = field(default_factory=list)  # parameters that shift or scale the scores
-    lookups: list[Contraction] = field(default_factory=list)  # contractions that enter the scores
+    lookups: list[Contraction] = field(default_factory=list)  # that shift or scale the scores
     factors: list[Factor] = field(default_factory=list)
     cross: bool = False  # whether keys come from another sequence than queries
 
@@ -281,9 +281,9 @@ class Attentions:
         """Read an attention that is written out; its scores may be a sum of several products."""
         graph = self.graph
         position: list[Contraction] = []
-        listed: list[Attention] = []
-        every: list[dict[str, Side]] = []
-        hidden = False
+        listed: list[Attention] = []  # one for each product that does not score positions alone
+        every: list[dict[str, Side]] = []  # both sides of each of these products
+        hidden = False  # whether an operand of a product has no history
         added: list[Use] = []
         # products that an earlier attention has, too, as in residual attention
         earlier = self._asks.keys() & scores
@@ -315,7 +315,7 @@ class Attentions:
                 every.append(sides)
                 position += [c for role in sides for c in projected[role]]
         whole = [attention for attention in listed if len(attention.sides) == 2]
-        if listed and not whole:  # the operand made of parameters is a learned query, no position
+        if listed and not whole:  # the side made of parameters is a learned query, not positions
             position.clear()
             for attention, sides in zip(listed, every, strict=True):
                 attention.sides = sides
@@ -363,7 +363,7 @@ class Attentions:
         return listed
 
     def _positions_of(self, side: Side) -> list[Contraction]:
-        """Return the contractions that make a side of parameters and constants only; else none."""
+        """Return a side's contractions if it is made of parameters and constants only; else []."""
         graph = self.graph
         made = []
 
@@ -482,7 +482,7 @@ class Attentions:
             )
         return self._hubs[node]
 
-    def refuse_powers(self, known: Container[int]) -> None:
+    def refuse_multiplied_probabilities(self, known: Container[int]) -> None:
         """Raise an error if probabilities are multiplied together before they weigh the values.
 
         Args:
@@ -539,8 +539,8 @@ class Attentions:
                     if not stopped or (graph.weight_only(node) and not graph.is_input(node)):
                         continue
                     earlier = graph.contraction(node)
-                    confined = earlier is not None and not self._free[node]
-                    if confined and earlier is not None and earlier.activation is not None:
+                    inner = earlier is not None and not self._free[node]  # only for attentions
+                    if inner and earlier is not None and earlier.activation is not None:
                         later.append(earlier.activation)
                     else:
                         origins.add(node)

@@ -1,8 +1,9 @@
 """What the attentions of a watched pass say about each parameter: roles of rows, and heads.
 
-Every head of every side (query, key or value) claims the rows that it is computed from. A row has
-one role: a model in which two sides claim the same row is refused. Contractions are explained in
-`graph.py`.
+Every head of every side (query, key or value) claims the rows of weights that it is computed from.
+A row has one role: a model in which two sides claim the same row is refused. The exception is the
+first of two low-rank projections (a factor, see `attentions.py`): rows from which several sides are
+computed have the role `latent`. `graph.py` explains contractions, and `trace.py` aliases.
 """
 
 from collections.abc import Iterable
@@ -36,7 +37,7 @@ class Claim:
     head: int | None  # None: all heads, as in the first of two low-rank projections
     axes: tuple[Tensor, ...]  # for each axis of the parameter, a mask of the claimed indices
     axis: int | None = None  # which axis has the rows, if the projection shows it
-    entries: int = 0  # number of entries of a head's vector; 0: of no head
+    entries: int = 0  # number of entries of a head's vector; 0: the claim is not of one head
 
 
 @dataclass
@@ -50,7 +51,6 @@ class Finding:
     head_rows: dict[tuple[str, int | None], Tensor] = field(default_factory=dict)
     cross: bool = False  # whether only cross-attention uses it
     bias: bool = False
-    matmul: bool = False
     attentions: set[int] = field(default_factory=set)  # places of the attentions that use it
 
 
@@ -92,7 +92,7 @@ def _claims_of(graph: Graph, attention: Attention) -> Iterable[tuple[Use, Claim]
     uses = graph.trace.uses
     factors: dict[int, tuple[Tensor, ...]] = {}
     roles_of: dict[int, set[str]] = {}
-    across = _crosses_heads(attention)
+    by_channel = _has_keys_of_channels(attention)
     for factor in attention.factors:
         role = next(iter(factor.roles)) if len(factor.roles) == 1 else "latent"
         for alias, axes in factor.rows.items():
@@ -121,13 +121,13 @@ def _claims_of(graph: Graph, attention: Attention) -> Iterable[tuple[Use, Claim]
                     whole = all(bool(b.all()) for b in factors[alias])
                     if whole or not all(bool(a.any()) for a in axes):
                         continue
-                number = None if across else head
+                number = None if by_channel else head
                 axis = row_axes.get(alias)
                 yield uses[alias], Claim(role, attention.place, number, axes, axis, entries)
 
 
-def _crosses_heads(attention: Attention) -> bool:
-    """Return whether keys are channels instead of tokens: then each has rows of its own."""
+def _has_keys_of_channels(attention: Attention) -> bool:
+    """Return whether keys are channels, not tokens: then each key of a head has other rows."""
     side = attention.sides.get("key")
     first: dict[tuple[int, ...], Group] = {}
     for group in [] if side is None else side.groups:
@@ -195,7 +195,7 @@ def _combined(claims: list[Claim], name: str, default: int) -> Finding:
         partitions = _partitions(role, by_head) if len(divided) < 2 else []
         heads = {_heads(parts, rows) for parts in partitions}
         own = [claim for claim in claims if claim.role == role]
-        # An operation that mixes heads, such as an unknown norm, makes each depend on more rows.
+        # After an operation that mixes heads, such as an unknown norm, each head has more rows.
         mixed = any(part.size > claim.entries > 0 for part in heads if part for claim in own)
         if mixed or _lie_elsewhere(own, axis):
             heads = set()
@@ -250,7 +250,7 @@ def _heads(parts: list[Tensor], rows: Tensor) -> Heads | None:
 def _divided_axes(claims: list[Claim]) -> list[int]:
     """Return the axes along which no row has two roles.
 
-    If there is no such axis, or only one role, return the axes along which two claims share no row.
+    If there is no such axis, or only one role: the axes along which some two claims share no row.
     """
     apart = [axis for axis in range(len(claims[0].axes)) if _roles_lie_apart(claims, axis)]
     if len({claim.role for claim in claims}) > 1 and apart:
@@ -277,13 +277,14 @@ def _share_head_counts(findings: dict[int, Finding]) -> None:
     """Complete the `Heads` of query, key and value with the head counts of one another.
 
     If the heads of a query are not known, there may be more of them than heads of its keys. So, if
-    the query has another number of rows than the key or value, their heads are not stated either.
+    the query has another number of rows than the key, the heads of the key are removed; the same
+    holds for the value.
     """
     counts: dict[int, dict[str, int]] = {}
     unknown: dict[int, set[int]] = {}  # place → numbers of rows of queries without heads
-    asking = [finding for finding in findings.values() if "query" in finding.roles]
-    known = {p for finding in asking if "query" in finding.heads for p in finding.attentions}
-    for finding in asking:
+    queries = [finding for finding in findings.values() if "query" in finding.roles]
+    known = {p for finding in queries if "query" in finding.heads for p in finding.attentions}
+    for finding in queries:
         for place in finding.attentions - known:
             unknown.setdefault(place, set()).add(int(finding.roles["query"].sum()))
     for finding in findings.values():

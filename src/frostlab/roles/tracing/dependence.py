@@ -1,11 +1,14 @@
 """Which rows of which parameters a value depends on, read from where gradients are not zero.
 
-The gradient of one vector, such as the query of one head at one token, is non-zero exactly on the
-rows of the weights that it is computed from. Vectors with the same rows form a head.
+A side of an attention is its query, key or value: a tensor of vectors, whose entries lie along the
+feature axis. The gradient of one vector, such as the query of one head at one token, is non-zero
+exactly on the rows of the weights that the vector is computed from. Vectors with the same rows form
+a head. Which vector is looked at is decided by the seed, an upstream gradient that is zero
+elsewhere. `graph.py` explains edges and contractions.
 
-The query is found in the same way. A softmax runs along the keys, so two scores whose indices
-differ only along its axis depend on one query and two keys. The product with the values sums along
-the same axis.
+Which of two operands is the query is found in the same way. A softmax runs along the keys, so two
+scores whose indices differ only along its axis depend on one query and two keys. The product with
+the values must sum along the same axis.
 """
 
 import math
@@ -53,7 +56,7 @@ def touched(
 ) -> Touched:
     """Return on which rows of these parameters the value at an edge depends, along each axis.
 
-    With a seed (an upstream gradient), only entries at which it is not zero count.
+    With a seed (an upstream gradient), only the entries at which the seed is not zero count.
     """
     seed = _random_seed(edge) if seed is None else seed
     rows = {}
@@ -74,10 +77,10 @@ def _touched_outputs(
     graph: Graph, edge: GradientEdge, contractions: Sequence[Contraction], seed: Tensor,
     blocked: Blocked,
 ) -> Touched:  # fmt: skip
-    """Do the same as `touched`, but faster: for plain projections, use their outputs' gradients.
+    """Do the same as `touched`, but faster, from the gradients of the outputs of projections.
 
-    Column r of such an output is computed from entry r of the bias and from row r of the weight or,
-    in `x @ weight`, from its column r.
+    The projections are plain (`is_plain`). Column r of an output is computed from entry r of the
+    bias and from row r of the weight or, in `x @ weight`, from its column r.
     """
     rows: dict[int, tuple[Tensor, ...]] = {}
     outputs = [GradientEdge(contraction.node, 0) for contraction in contractions]
@@ -121,6 +124,7 @@ def _has_padding(contraction: Contraction) -> bool:
 
 
 def _weight_kinds(graph: Graph, contraction: Contraction) -> set[str]:
+    """Return the operations by which the last operand is computed, if it is the weight."""
     parent = contraction.node.next_functions[-1][0]
     if parent is None or not graph.weight_only(parent):
         return {"another operand"}
@@ -128,6 +132,7 @@ def _weight_kinds(graph: Graph, contraction: Contraction) -> set[str]:
 
 
 def output_axis(graph: Graph, contraction: Contraction) -> int:
+    """Return the weight's axis of outputs: 0 in `x @ weight.T`, 1 in `x @ weight`."""
     return 0 if _weight_kinds(graph, contraction) & {"T", "Transpose"} else 1
 
 
@@ -150,8 +155,8 @@ class _Side:
         self.lengths = list(shape_at(edge))  # sizes of all axes but the feature axis
         del self.lengths[feature_axis]
         self._known: dict[tuple[int, ...], Touched] = {}
-        # One projection may lead to another through earlier layers, as a value that is added to
-        # those of later layers does.
+        # A gradient may go through one projection and earlier layers into another projection, e.g.
+        # if the values of the first layer are added to those of later layers.
         self.blocked = [_activation(c) for c in contractions] if len(contractions) > 1 else []
 
     def rows(self, seed: Tensor) -> Touched:
@@ -350,7 +355,7 @@ def query_operand(
     Return None if this cannot be decided.
 
     Args:
-        others: the other products in the sum of the scores, such as that of another layer.
+        others: the other products, if scores are a sum of several, e.g. of those of two layers.
     """
     blocked = [(other, (0, 1, 2)) for other in others]
     start = graph.edge(softmax, 0)

@@ -87,6 +87,7 @@ class Facts:
         return None
 
     def number(self, *names: str, default: int, within: Sequence[Any] | None = None) -> int:
+        """Return `fact` if it is a positive integer, else `default`; of a list, its first entry."""
         value = self.fact(*names, within=within)
         while isinstance(value, (list, tuple)) and value:
             value = value[0]
@@ -200,22 +201,22 @@ class Facts:
         crops = self.crops()
         if crops and "image_sizes" in names:
             yield {"pixels": self.images(BATCH, crops)}
-        films = self.number("num_frames", default=0)
-        if films:
-            yield {"pixels": self.images(BATCH, films)}
+        frames = self.number("num_frames", default=0)  # of a video
+        if frames:
+            yield {"pixels": self.images(BATCH, frames)}
         if "pixel_attention_mask" in names:
             yield {
                 "pixels": self.images(BATCH, 1),
                 "pixel_attention_mask": self.draw.ones(BATCH, 1, *self.image_size()),
             }
         yield {"pixels": self.images()}
-        if not films:
+        if not frames:
             yield {"pixels": self.images(BATCH, 1)}
             yield {"pixels": self.images(BATCH, 2)}
         yield {"pixels": self.draw.floats(BATCH, count, self.patch_values())}
 
     def crops(self) -> int:
-        """Return how many crops an image of the first allowed shape has, plus one for the whole."""
+        """Count an image of the first allowed shape and its crops; 0 if the model has no crops."""
         shapes = self.fact("image_grid_pinpoints")
         if not isinstance(shapes, (list, tuple)) or not shapes:
             return 0
@@ -316,6 +317,7 @@ class Facts:
                 yield from self.with_masks({"input_values": values}, values.shape[-1])
 
     def features(self) -> Iterator[tuple[Tensor, int]]:
+        """Offer features of sound, such as spectrograms, each with its number of frames."""
         sound = self.part("audio", "speech", "sound", "encoder")
         width = self.number(*_MELS, default=80, within=sound)
         exact = self.fact("max_source_positions", within=sound)
@@ -336,6 +338,7 @@ class Facts:
         )
 
     def samples(self) -> Iterator[Tensor]:
+        """Offer samples of sound or, where the config counts them, features of its frames."""
         strides = self.fact("conv_stride")
         lengths = [1600, 6400, 16000]
         if isinstance(strides, (list, tuple)):
@@ -440,5 +443,6 @@ def _names_in(config: Any, wanted: Any) -> list[str]:
 
 
 def first_embedding(model: nn.Module) -> int:
+    """Return the number of rows of the first embedding; 0 if there is none."""
     sizes = [part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding)]
     return sizes[0] if sizes else 0

@@ -61,7 +61,7 @@ class Found:
     placements: dict[str, tuple[Measured, Place]]
     attentions: int
     passes: int  # number of forward passes of the test
-    # parameters without a role: no pass shows one, and no sibling has one
+    # parameters that the outputs do not depend on, and whose role no other layer or expert shows
     unreached: tuple[str, ...]
     # names of each attention's projections, and of its output projections
     attention_names: tuple[tuple[list[str], list[str]], ...] = ()
@@ -206,7 +206,7 @@ def _roles_in(
         names.setdefault(id(parameter), "")
         axes.setdefault(id(parameter), 0)
     findings = read_claims(graph, attentions, names, axes)
-    attentions.refuse_powers(findings)
+    attentions.refuse_multiplied_probabilities(findings)
     findings = {key: finding for key, finding in findings.items() if names[key]}
     if not any(set(finding.roles) & {"query", "key"} for finding in findings.values()):
         raise UnknownArchitecture("the queries and keys of its attention have no weights")
@@ -273,8 +273,8 @@ def _refuse_without_history(
         roles = {place.role, *(measured.rows or ())}
         if roles & set(SIDES) and own & hidden:
             raise UnknownArchitecture(
-                f"{slot.name} is used, but the outputs have no gradient for it, so its role cannot "
-                "be told"
+                f"{slot.name} is used, but the outputs have no gradient for it, so it is not clear "
+                "which role it has"
             )
 
 
@@ -315,7 +315,7 @@ def _first_pass(model: nn.Module, batch: Any) -> tuple[Call, Trace]:
         try:
             with warnings.catch_warnings():
                 if batch is None:
-                    warnings.simplefilter("ignore")  # of a guess that may not fit
+                    warnings.simplefilter("ignore")  # a guess that does not fit may cause some
                 traced(model, call, trace=trace)
             if trace.outputs:
                 again = traced(model, call)  # caches are filled now, as in all later passes
@@ -329,11 +329,11 @@ def _first_pass(model: nn.Module, batch: Any) -> tuple[Call, Trace]:
         except Exception as error:  # a model's own code can fail in many ways
             if problem is None or len(trace.records) > len(furthest.records):
                 furthest, problem = trace, error
-    said = f" ({type(problem).__name__}: {first_line(problem)})" if problem else ""
+    reason = f" ({type(problem).__name__}: {first_line(problem)})" if problem else ""
     if batch is not None:
         which = "this batch" if call.args or call.kwargs else "an empty batch"
-        raise BadInput(f"{type(model).__name__} does not run with {which}{said}")
-    raise UnknownArchitecture(no_inputs(model, said, bool(furthest.uses)))
+        raise BadInput(f"{type(model).__name__} does not run with {which}{reason}")
+    raise UnknownArchitecture(no_inputs(model, reason, bool(furthest.uses)))
 
 
 def _parameters_used(trace: Trace) -> list[int]:
@@ -538,7 +538,7 @@ def _agree(
 def _leave_the_last(placements: dict[str, tuple[Measured, Place]]) -> None:
     """Replace the role `head` with the role of the same weight in other blocks.
 
-    After the last block comes no attention, so its weights look like a head.
+    No attention follows the last block, so weights of that block look like a head.
     """
     roles: dict[str, set[str]] = {}
     for name, (_, place) in placements.items():
@@ -561,7 +561,7 @@ def _name_first_norms(placements: dict[str, tuple[Measured, Place]], layers: Lay
 
 
 def _of_any_block(name: str) -> str:
-    """Return a name with `*` for its first number, unless its last two segments have it."""
+    """Return a name with `*` for its first number, unless that is in the last two segments."""
     segments = name.split(".")
     first = next((i for i, segment in enumerate(segments[:-2]) if segment.isdecimal()), None)
     return name if first is None else ".".join([*segments[:first], "*", *segments[first + 1 :]])

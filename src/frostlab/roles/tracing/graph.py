@@ -1,8 +1,12 @@
-"""The autograd graph of a watched forward pass: what was computed from what.
+"""The autograd graph of a watched forward pass (`trace.py`): what was computed from what.
 
-A node is an operation; its edges lead to the operations that made its inputs. A contraction is a
-matrix product, a convolution or a lookup in which one operand is computed from parameters alone. A
-product is a matrix product of two activations, as in attention.
+A node is an operation; its edges lead to the operations that made its inputs. A leaf is a node
+without such edges: it stands for one use of a parameter, or for an input of the model. A value
+without a history, such as a mask, has no node.
+
+An activation is a value that is not computed from parameters alone. A contraction is a matrix
+product, a convolution or a lookup (an embedding) in which one operand is computed from parameters
+alone. A product is a matrix product of two activations, as in attention.
 """
 
 from bisect import bisect_right
@@ -84,7 +88,7 @@ class Graph:
         return self.nodes[node].removesuffix("Backward")
 
     def edge(self, node: Node, index: int) -> GradientEdge | None:
-        """Return the edge to an input of a node; None if that has no history."""
+        """Return the edge to an input of a node; None if the input has no history."""
         parent, number = node.next_functions[index]
         return None if parent is None else GradientEdge(parent, number)
 
@@ -108,8 +112,8 @@ class Graph:
     def weight_only(self, node: Node) -> bool:
         """Return whether a node is computed from parameters alone.
 
-        The results of matrix products, convolutions, lookups and softmaxes, even of parameters, do
-        not count as such.
+        The result of a matrix product, convolution, lookup or softmax never counts, even if all of
+        its operands are parameters.
         """
         known = self._weight_only.get(node)
         if known is not None:
@@ -157,7 +161,7 @@ class Graph:
         return {use.parameter for node in self.nodes if (use := self.use(node)) is not None}
 
     def without_history(self) -> set[int]:
-        """Return ids of parameters whose results are detached or computed without gradients."""
+        """Return ids of parameters of operations that are detached or run without gradients."""
         trace = self.trace
         parameters = {
             use.parameter
@@ -254,7 +258,7 @@ class Graph:
         """Return the edges to the inputs of a node that are not made of parameters alone.
 
         A function of autograd that is written in Python takes parameters themselves, not the
-        aliases that stand for them elsewhere (`Use.alias`).
+        aliases that stand for them elsewhere (`Use.alias`); edges to these are left out, too.
         """
         edges = [self.edge(node, index) for index in range(len(node.next_functions))]
         return [

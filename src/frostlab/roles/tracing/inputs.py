@@ -1,7 +1,7 @@
 """Inputs for one small forward pass of any model, guessed from its config, signature and weights.
 
-`candidate_inputs` offers calls to try, the most complete and most likely first. The values come
-from a generator of its own, so the caller's random state does not move. To count how many
+`candidate_inputs` offers calls to try, the most complete and most likely first. The values are
+drawn from a separate generator, so the caller's random state does not move. To count how many
 tokens an image or a sound becomes, the model's own `get_image_features` or `get_audio_features`
 is run, so pass a copy of the model in eval mode: its own code may change its buffers.
 """
@@ -89,8 +89,8 @@ class _Named(Facts):
         if "input_ids" in self.parameters:
             yield from islice(self.mixed(), MOST_CALLS - 1)  # text alone is tried, too
         if "pixel_values_videos" in self.required:
-            films = self.number("num_frames", "frames_per_clip", default=4)
-            for shape in ((BATCH, films), (BATCH, 16)):
+            frames = self.number("num_frames", "frames_per_clip", default=4)
+            for shape in ((BATCH, frames), (BATCH, 16)):
                 yield self.finished({"pixel_values_videos": self.images(*shape)})
         if {"pixel_values", "hidden_states"} & set(self.required):
             for images in self.image_arguments():
@@ -163,6 +163,11 @@ class _Named(Facts):
         return good
 
     def interleaved(self, items: list[tuple[Arguments, int | None, int]]) -> Call:
+        """Return a call of text with images or sound, at the places of their placeholder tokens.
+
+        Args:
+            items: what `counted` returns: arguments, the placeholder's id, and how often it occurs.
+        """
         pieces, kinds = [self.ids(3)], [0, 0, 0]
         made: Arguments = {}
         for number, (arguments, token, count) in enumerate(items, 1):

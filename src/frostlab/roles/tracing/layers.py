@@ -1,7 +1,11 @@
-"""The layers and stacks of a traced model.
+"""The layers and stacks of a model whose attentions are known.
 
 A layer is a module in a list of modules of which some have an attention. A stack is such a list, or
 several lists if their layers are grouped, such as `layers.0.blocks` and `layers.1.blocks` in Swin.
+
+In a list, the number of a layer is a segment of its own in paths: `layers.0`. If a model names its
+layers `layer_0`, `layer_1` and so on, `layer_` is a stem, and `layer_0` is spelled `layer_.0` here.
+The template of a path has `*` for each number.
 """
 
 import re
@@ -36,9 +40,10 @@ class Layers:
         pairs = [(inputs, outputs) for inputs, outputs in spelled]
         runs = {self._spelled(path): calls for path, calls in runs.items()}
         self._local = _local_names(names)
+        # beginnings of the names of attentions' parameters
         attending = tuple(f"{path}." for pair in pairs for path in _attention_modules(*pair))
         rest = [n for n, axes in dimensions.items() if axes > 1 and not n.startswith(attending)]
-        self._other_matrices = _local_names(rest)
+        self._other_matrices = _local_names(rest)  # matrices outside attentions
         inner = {path for inputs, _ in pairs if (path := self._numbered(inputs))}
         paths = [self._layer_of(inputs, outputs, inner) for inputs, outputs in pairs]
         layer_paths = dict.fromkeys(path for path in paths if path)
@@ -169,6 +174,7 @@ class Layers:
         return next((int(segment) for segment in rest if segment.isdecimal()), None)
 
     def _number(self, runs: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+        """Return path of a layer → its index in the stack; several if the layer runs repeatedly."""
         stacks: dict[str, list[str]] = {}
         for path in self._paths:
             stacks.setdefault(_template(_parent(path)), []).append(path)

@@ -3,7 +3,8 @@
 In a layer, the first projection of such a network is `up` and the last is `down`. If the results of
 two first projections are multiplied, the one with the activation function is the `gate`.
 Several projections may be rows of one weight, which may also hold an attention's queries.
-`graph.py` explains contractions. An alias is a tensor that stands for one use of a parameter.
+`graph.py` explains contractions. An alias is a tensor that stands for one use of a parameter. A
+parameter is claimed if an attention's query, key or value is computed from it.
 """
 
 from collections.abc import Callable
@@ -82,6 +83,7 @@ class Networks:
                 self.biases.add(use.parameter)
 
     def set(self, use: Use, role: str) -> None:
+        """Give a role to a parameter, unless it has one, is claimed, or belongs to a norm."""
         taken = use.parameter in self.claimed or id(use.alias) in self.graph.trace.norms
         if not taken and not self.roles.get(use.parameter):
             role = "recurrent" if self.recurrent(use.parameter) else role
@@ -111,52 +113,52 @@ class Networks:
         gating = [n for n in between if graph.kind(n) == "Mul" and self.gates(n)]
         if not active and not gating:
             return
-        matrices = [c for c in contractions if c.is_projection]
+        projections = [c for c in contractions if c.is_projection]
         for conv in contractions:
-            if conv not in matrices and conv.activation is not None:
+            if conv not in projections and conv.activation is not None:
                 more, _ = self.before(conv.activation)
-                matrices += [c for c in more if c is not None and c.is_projection]
-        if not matrices or not contraction.is_projection:
+                projections += [c for c in more if c is not None and c.is_projection]
+        if not projections or not contraction.is_projection:
             return
-        if len(contractions) > len(matrices) or any(c not in matrices for c in contractions):
+        if len(contractions) > len(projections) or any(c not in projections for c in contractions):
             before = [n for c in contractions if c.activation for n in self.before(c.activation)[1]]
             if any(graph.kind(n) in ("Glu", "Mul") and self._gates_any(n) for n in before):
-                for part in (contraction, *matrices):  # a convolution after a gate
+                for part in (contraction, *projections):  # a convolution after a gate
                     self.give(part, "conv")
                 return
         self.give(contraction, "down")
-        self.read_ups(contraction.activation, matrices, between)
+        self.read_ups(contraction.activation, projections, between)
 
     def read_ups(
-        self, edge: GradientEdge, matrices: list[Contraction], between: list[Node]
+        self, edge: GradientEdge, projections: list[Contraction], between: list[Node]
     ) -> None:
         """Give the first projections of a network their roles: up, or gate and up."""
         graph = self.graph
         gating = [n for n in between if graph.kind(n) == "Mul" and self.gates(n)]
         for node in gating:
-            self._gated(node, matrices)
+            self._gated(node, projections)
         glu = next((node for node in between if graph.kind(node) == "Glu"), None)
         if glu is not None:
-            self._glu(glu, matrices)
+            self._glu(glu, projections)
         elif not gating:
-            for up in matrices:
+            for up in projections:
                 self.give(up, "up", self._unclaimed(up, edge))
 
     def _unclaimed(
         self, contraction: Contraction, edge: GradientEdge
     ) -> dict[int, tuple[int, Tensor]] | None:
-        """Return the rows of a claimed weight on which an activation depends; else None."""
+        """Return the rows of a claimed weight that an activation depends on; None: not claimed."""
         if not self.is_claimed(contraction):
             return None
         uses = [u for u in (*contraction.weights, *contraction.bias) if u.parameter in self.claimed]
         axes = {id(use.alias): self.claimed[use.parameter].axis or 0 for use in uses}
         return {key: (axes[key], masks[axes[key]]) for key, masks in touched(edge, uses).items()}
 
-    def _glu(self, node: Node, matrices: list[Contraction]) -> None:
+    def _glu(self, node: Node, projections: list[Contraction]) -> None:
         """Find the rows of the two halves that torch's `glu` multiplies: up, then gate."""
         edge = self.graph.edge(node, 0)
         assert edge is not None
-        uses = [use for c in matrices for use in (*c.weights, *c.bias)]
+        uses = [use for c in projections for use in (*c.weights, *c.bias)]
         shape = shape_at(edge)
         seed = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         seed = seed.to(device_at(edge), dtype_at(edge))
@@ -164,7 +166,7 @@ class Networks:
         first = torch.arange(shape[axis], device=seed.device) < shape[axis] // 2
         first = first.view([-1 if a == axis else 1 for a in range(len(shape))])
         halves = [touched(edge, uses, seed * half) for half in (first, ~first)]
-        for contraction in matrices:
+        for contraction in projections:
             self.give(contraction, "up", _apart(halves[0], halves[1]))
             self.give(contraction, "gate", _apart(halves[1], halves[0]))
 
@@ -183,7 +185,7 @@ class Networks:
                         return True
         return False
 
-    def _gated(self, product: Node, matrices: list[Contraction]) -> None:
+    def _gated(self, product: Node, projections: list[Contraction]) -> None:
         """Decide which factor of a product is the gate; the other is the projection `up`."""
         graph = self.graph
         sides = []
@@ -199,7 +201,7 @@ class Networks:
         for index, (edge, contractions, _) in enumerate(sides):
             role = "gate" if index == gate else "up"
             for contraction in contractions:
-                if contraction not in matrices:
+                if contraction not in projections:
                     continue
                 other_edge, other, _ = sides[1 - index]
                 rows = None

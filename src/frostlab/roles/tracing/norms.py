@@ -1,10 +1,11 @@
 """Norms in a watched pass: statistics that shift or scale the tensor they are computed from.
 
-A norm over all heads would make every head depend on every row, so the statistics of norms are held
-fixed. A mean, a sum or another statistic belongs to a norm only where it is subtracted from the
-very tensor that it was computed from, or multiplies or divides it, along the same axes. Everywhere
-else it keeps its history, e.g. in mean pooling. An alias is a tensor that stands for one use of a
-parameter (`trace.py`).
+In a watched pass (`trace.py`), gradients show which rows of the weights each head depends on. A
+norm over all heads would make every head depend on every row, so the statistics of norms are held
+fixed: autograd takes them for constants. A mean, a sum or another statistic belongs to a norm only
+where the very tensor that it was computed from is shifted, multiplied or divided by it, along the
+same axes. Everywhere else, such as in mean pooling, gradients flow through it. An alias is a tensor
+that stands for one use of a parameter.
 """
 
 import math
@@ -43,7 +44,8 @@ _ELEMENTWISE = MULTIPLIES | DIVIDES | ADDS | SUBTRACTS | _CASTS | {
     "__rdiv__", "cumsum", "__abs__", "exp", "log", "sqrt_", "rsqrt_", "reciprocal_", "float_power",
     "relu",
 }  # fmt: skip
-_LIKE = {"view_as", "reshape_as", "expand_as", "type_as"}  # only the first tensor has values
+# functions that take values from their first tensor only, and a shape or dtype from the second
+_LIKE = {"view_as", "reshape_as", "expand_as", "type_as"}
 Key = tuple[Any, int]  # a parameter, or one version of a tensor that may be changed in place
 
 
@@ -79,12 +81,14 @@ class Norms:
         self._alive: list[Tensor] = []  # so that no id is used twice
         # several for one tensor: a mean of the norms of x is a statistic of these norms and of x
         self._statistics: dict[Key, list[Statistic]] = {}
-        # tensor → all tensors from which, and from whose statistics, it is made entry by entry
+        # tensor y → all tensors x, such as y itself, for which each entry of y is computed from the
+        # same entry of x and from statistics of x
         self._made: dict[Key, frozenset[Key]] = {}
         # tensor → the tensors that it is a scaled or shifted copy of → aliases that scaled it
         self._copies: dict[Key, dict[Key, frozenset[int]]] = {}
-        self._live: set[Key] = set()  # not computed from constants alone, even if without gradient
-        self._normalised: set[Key] = set()
+        # tensors that depend on an input or a parameter, even if they have no gradient
+        self._live: set[Key] = set()
+        self._normalised: set[Key] = set()  # results of a norm, before its scale and shift
         self._scaled: dict[Key, frozenset[int]] = {}  # normalised value → aliases that scale it
 
     def step(self, name: str, args: Any, kwargs: Any, values: Sequence[Tensor]) -> Step:
@@ -96,8 +100,9 @@ class Norms:
     def follow(self, step: Step, results: Sequence[Tensor]) -> None:
         """Record which results are statistics, normalised, or computed from parameters alone."""
         self._alive += [*step.values, *results]
-        made = not step.name.endswith("_like") and not step.name.startswith("new_")
-        if made and any(map(self._varies, step.values, step.keys)):
+        # zeros_like and new_zeros, for example, take only the shape
+        takes_values = not step.name.endswith("_like") and not step.name.startswith("new_")
+        if takes_values and any(map(self._varies, step.values, step.keys)):
             self._live |= {self._key(result) for result in results}
         aliases, alone = self._aliases(step)
         if alone and aliases:
@@ -280,7 +285,7 @@ class Norms:
 def _combined_shape(
     step: Step, statistics: Sequence[tuple[tuple[int, ...], Statistic]], result: Tensor
 ) -> tuple[int, ...] | None:
-    """Return `kept` of a value computed from statistics; None if it is not clear."""
+    """Return `Statistic.kept` of a value computed from statistics; None if it is not clear."""
     shape, first = statistics[0]
     if step.name in _EXPANDS:
         return tuple(result.shape) if _is_aligned(step.values[0], first, result) else None
@@ -342,7 +347,7 @@ def _summed_axes(step: Step, count: int) -> list[int] | None:
 
 
 def _is_aligned(value: Tensor, statistic: Statistic, other: Tensor) -> bool:
-    """Return whether each entry of a statistic meets the entries that it was computed from."""
+    """Return whether, broadcast to `other`, a statistic meets the entries it was computed from."""
     shape, wanted = tuple(value.shape), tuple(other.shape)
     if value.numel() == 1 and math.prod(statistic.kept) == 1:
         return True

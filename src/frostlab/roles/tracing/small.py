@@ -22,6 +22,7 @@ from torch import nn
 LARGEST = 490_000_000  # most parameters of a copy: just below 2 GB in float32
 MOST_LAYERS = 16
 WORDS, FEED_FORWARD, EXPERTS = 128, 72, 4  # largest sizes in a copy
+# names of attributes of configs
 LAYERS = re.compile(
     r"((\w+_)?(num|n)_)?(\w+_)?(layers?|depth)|num_blocks|num_(en|de)coder_blocks|(\w+_)?n_layers?"
 )
@@ -51,7 +52,7 @@ class Small:
 
 
 def small_copy(model: nn.Module) -> Small | None:
-    """Return a float32 copy on the CPU with fewer layers, or None if none can be built."""
+    """Return a smaller float32 copy on the CPU, or None if none can be built."""
     config = getattr(model, "config", None)
     if not hasattr(config, "model_type") or not hasattr(type(model), "_from_config"):
         return None
@@ -201,7 +202,7 @@ def _cut_lists(config: Any, before: int, after: int) -> None:
             _put(config, name, type(value)([lists[name][number] for number in kept_layers]))
         elif INDICES.fullmatch(name) and not name.startswith("_"):
             if isinstance(value, (list, tuple)) and all(type(item) is int for item in value):
-                # as many numbers as before: the width of what follows depends on how many
+                # none is dropped: the width of a later layer may depend on how many there are
                 _put(config, name, type(value)([min(item, after - 1) for item in value]))
             elif type(value) is int and value >= 0:
                 _put(config, name, min(value, after - 1))
@@ -299,7 +300,7 @@ class _Index:
 
 
 def _deciding_numbers(model: nn.Module) -> dict[type, set[str]]:
-    """Return class → its integers by which layers of the same shapes may do different things.
+    """Return class → names of integers that may make layers of equal shapes do different things.
 
     For example, a layer's index is included if the code asks whether the index is even, but not if
     the index only chooses an entry of a cache.
@@ -330,13 +331,13 @@ def _methods(kind: type) -> Iterator[Any]:
 
 
 def _decides(function: Any, name: str) -> bool:
-    """Return whether a method may decide by an attribute of this name what it does."""
+    """Return whether what a method does may depend on an attribute of this name."""
     try:
         lines = inspect.getsource(function)
         tree = ast.parse(textwrap.dedent(lines)) if name in lines else ast.Module([], [])
     except (OSError, SyntaxError):  # its code cannot be read
         return True
-    own = {"config", *function.__code__.co_varnames[:1]}  # its first argument is the module
+    own = {"config", *function.__code__.co_varnames[:1]}  # a method's first argument: the module
     harmless: set[int] = set()  # entries of caches, comparisons with None, and arithmetic
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

@@ -3,6 +3,8 @@
 The first projection of an attention's result is its output projection. Weights before all
 attentions are embeddings or positions, and weights after all attentions are the head. A contraction
 is an operation in which parameters meet an activation: a matrix product, a convolution or a lookup.
+A parameter is claimed if an attention's query, key or value is computed from it. A hub is a node
+that joins activations, such as a residual sum (`Attentions.is_hub`).
 """
 
 import math
@@ -26,6 +28,8 @@ from frostlab.roles.tracing.graph import (
 from frostlab.roles.tracing.networks import Networks
 from frostlab.roles.tracing.trace import Use
 
+# Operations after the projection of a router: they choose experts, make a weight for each expert,
+# or select some of these weights.
 _CHOICES = {"Topk", "Gather", "Sort", "Max"}
 _WEIGHTS = {"Softmax", "SafeSoftmax", "Sigmoid"}
 _PARTS = {"Select", "Unbind", "Split", "SplitWithSizes", "Slice", "Index"}
@@ -74,6 +78,7 @@ class Around(Networks):
         self._bare()
 
     def _positions(self) -> None:
+        """Give roles to what shifts or scales scores, and to projections of positions."""
         for attention in self.attentions.found:
             for contraction in (*attention.position, *attention.lookups):
                 for part in (contraction, *self._position_network(contraction)):
@@ -484,7 +489,7 @@ class Around(Networks):
             )
             role = "other" if meeting is None else self._bare_role(use, meeting)
             self.set(use, role)
-        for use in graph.trace.uses.values():  # those without a history, such as fixed positions
+        for use in graph.trace.uses.values():  # of lookups without a history, e.g. fixed positions
             if graph.trace.records[use.call].name == "embedding":
                 self.set(
                     use, "position" if counts_up(graph.trace.records[use.call]) else "embedding"

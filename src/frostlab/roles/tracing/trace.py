@@ -1,13 +1,15 @@
 """One small forward pass of a model, watched: which parameter enters which operation.
 
-Every time a parameter enters a torch function, it is replaced by a tensor of its own (an alias), so
-that the autograd graph distinguishes the uses of a shared parameter. Statistics of norms are held
-fixed (`norms.py`): a norm over all heads would otherwise make every head depend on every row.
+A call is a call of a torch function, such as `linear`; each is recorded. Every time a parameter
+enters a call, it is replaced by a new tensor (an alias), so that the autograd graph distinguishes
+the uses of a shared parameter. Statistics of norms, such as a mean, are held fixed: autograd takes
+them for constants (`norms.py`). A norm over all heads would otherwise make every head depend on
+every row.
 
 The pass runs on a copy of the model's modules that shares its parameters, so the model keeps its
-weights, buffers, modes and hooks. A second pass of the same inputs can be given parameters with
-changed values (moved parameters). Chosen calls then return the results of the first pass (pins), so
-that a change in one layer does not reach the next.
+weights, buffers, modes and hooks. A later pass on the same inputs can be given other values for
+some parameters (moved parameters). Chosen calls of that pass then return the results of the first
+pass (pins), so that a change in one layer does not reach the next.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,7 +59,7 @@ class Record:
     module: str  # path of the module that made it
     first: int  # number of the first graph node that it made
     last: int = 0  # number after the last one
-    result: Any = None  # None, unless it is a product, projection, sum or statistic
+    result: Any = None  # of a product, projection or sum, or a norm's statistics; else None
     node: Any = None  # the graph node that made the result
     indices: Tensor | None = None  # for an embedding: the indices that were looked up
     given: bool = False  # whether the indices are an input of the model, but not one of positions
@@ -74,8 +76,9 @@ class Trace:
     uses: dict[int, Use] = field(default_factory=dict)  # id of the alias → use
     records: list[Record] = field(default_factory=list)
     norms: set[int] = field(default_factory=set)  # ids of aliases that scale or shift a norm
-    modules: dict[str, list[int]] = field(default_factory=dict)  # path → calls at which it began
-    cut: list[Any] = field(default_factory=list)  # nodes whose results go on without a history
+    # path of a module → numbers of the calls at which it began to run
+    modules: dict[str, list[int]] = field(default_factory=dict)
+    cut: list[Any] = field(default_factory=list)  # graph nodes whose results were detached
 
 
 class AnotherWay(Exception):
@@ -105,9 +108,10 @@ class _Watch(TorchFunctionMode):
         parameters: set[int],
         moved: Mapping[int, Tensor] | None = None,
         pins: Mapping[int, Pin] | None = None,
+        trace: Trace | None = None,
     ) -> None:
         super().__init__()
-        self.trace = Trace()
+        self.trace = Trace() if trace is None else trace
         self._parameters, self._moved, self._pins = parameters, moved or {}, pins
         self._noise: dict[int, Tensor] = {}
         self._norms = Norms(self.trace.uses)
@@ -177,6 +181,7 @@ class _Watch(TorchFunctionMode):
         return True
 
     def _alias(self, value: Any) -> Any:
+        """Return a new alias of a parameter, and any other value as it is."""
         if not isinstance(value, Tensor) or id(value) not in self._parameters:
             return value
         key = id(value)
@@ -349,12 +354,12 @@ def traced(
     pins: Mapping[int, Pin] | None = None,
     trace: Trace | None = None,
 ) -> Trace:
-    """Run a watched copy once; with other parameters or pinned results if they are given.
+    """Run a copy that `watched_copy` made, perhaps with moved parameters and pins; return a trace.
 
     Args:
         moved: the id of a parameter → the tensor that replaces it.
         pins: the number of a call → the result that it returns.
-        trace: an empty trace to fill, which shows how far a pass came that fails.
+        trace: an empty trace to fill; if the pass fails, it shows how far the pass came.
     """
     floats: list[Tensor] = []
 
@@ -366,8 +371,7 @@ def traced(
 
     args, kwargs = _replaced((tuple(call.args), dict(call.kwargs)), leaf)
     parameters = {id(p) for p in model.parameters()}
-    watch = _Watch(parameters, moved, pins)
-    watch.trace = watch.trace if trace is None else trace
+    watch = _Watch(parameters, moved, pins, trace)
     watch.trace.inputs = floats
     named = {name: value for name, value in kwargs.items() if "pos" not in name}
     watch.ids = {_storage(t) for t in tensors_in((args, named)) if not t.is_floating_point()}

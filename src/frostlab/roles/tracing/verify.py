@@ -1,10 +1,11 @@
-"""The test of the roles that a trace has found: change rows of some heads, and see what changes.
+"""The test of the roles that a watched pass has shown: change some heads' rows, see what changes.
 
-To move a row is to change its values. Every head of every role gets a binary code, and for each bit
-there are two passes: one moves the heads whose bit is 1, the other the heads whose bit is 0.
-In each pass, the vectors of a head (its queries, keys or values) must change if and only if its
-rows were moved, in all layers. Rows of the same weights that belong to no head are moved in every
-pass and must change nothing.
+To move a row is to change its values. Every head of every role gets a binary code, the same in all
+layers. For each bit there are two passes: one moves the heads whose bit is 1, the other the heads
+whose bit is 0. In each pass, the vectors of a head (its queries, keys or values) must change if and
+only if the rows of this head were moved. Rows of the same weights that belong to no head are moved
+in every pass and must change nothing. So that a change in one layer does not reach the next, chosen
+calls return the results of the first pass (pins, see `trace.py`).
 """
 
 import math
@@ -56,7 +57,7 @@ def verify(
 ) -> int:
     """Raise Contradiction unless moving a head's rows changes its vectors and no others.
 
-    The result is the number of passes that were run.
+    Return the number of passes that were run.
     """
     try:
         return _verify(lambda: watched, call, graph, attentions, findings, names)
@@ -180,6 +181,7 @@ def _check(
     moved: set[Unit],
     names: Mapping[int, str],
 ) -> None:
+    """Raise Contradiction unless exactly the vectors that depend on moved rows have changed."""
     for role, side in attention.sides.items():
         node = attention.core if role != "value" else attention.result
         before = _operand(node, node, side)
