@@ -13,7 +13,7 @@ from torch import nn
 import frostlab as fl
 from comparing import rules_for
 from frostlab.data.prepare import prepare
-from frostlab.pages import figures
+from frostlab.pages import chart_parts
 from frostlab.recipe.data import LOADERS
 from frostlab.recipe.load import recipe_from
 from frostlab.recipe.settings import METRICS, MetricFacts
@@ -183,7 +183,7 @@ def test_a_registered_metric_has_the_facts_that_it_was_given() -> None:
     assert rules.lower_is_better
     assert rules.log
     rows = [{"low": -0.1, "high": 3.0}]
-    figures.cut_off(rows, "odds")
+    chart_parts.cut_off(rows, "odds")
     assert rows == [{"low": 0.0, "high": 3.0}]
     with pytest.raises(fl.BadInput, match=r"register_metric: bounds \(1.0, 0.0\) should be"):
         fl.register_metric("mine", error_rate, bounds=(1.0, 0.0))

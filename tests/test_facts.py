@@ -10,7 +10,7 @@ import pytest
 
 from comparing import rules_for
 from frostlab.comparison.judging.verdict import MEANINGS
-from frostlab.pages import figures
+from frostlab.pages import chart_parts
 from frostlab.pages.content import FORMATS
 from frostlab.pages.one_run.run_report import metric_format
 from frostlab.recipe.settings import METRICS, OPTIMIZERS, MetricFacts, all_metrics, metric_facts
@@ -43,7 +43,7 @@ def test_a_metric_has_all_facts_where_metrics_are_listed(name: str) -> None:
     better = FORMATS[f"change of {name}"](stages)
     assert better.startswith("-" if facts.lower_is_better else "+")
     rows = [{"low": least - 1, "high": least + 0.5}]
-    assert figures.cut_off(rows, name)
+    assert chart_parts.cut_off(rows, name)
     assert rows[0] == {"low": least, "high": least + 0.5}
 
 

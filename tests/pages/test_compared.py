@@ -11,7 +11,6 @@ import pytest
 from comparing import RECORDS, Change, changed, plant
 from frostlab.comparison.evidence import read_evidence
 from frostlab.comparison.oelm_json import answers
-from frostlab.pages.compared import document
 from frostlab.pages.content import (
     FORMATS,
     Block,
@@ -22,6 +21,7 @@ from frostlab.pages.content import (
     Table,
     resolve,
 )
+from frostlab.pages.one_comparison.compared import document
 from frostlab.records.finding.annotations import add_note, add_tag
 from frostlab.text import hms
 

@@ -13,8 +13,8 @@ import pytest
 from frostlab import typed
 from frostlab.errors import BadInput
 from frostlab.pages import curves
-from frostlab.pages.compared import document
 from frostlab.pages.curves import mean_points, read_curve, span_of, thinned
+from frostlab.pages.one_comparison.compared import document
 from frostlab.records.folder import RunRecord
 from frostlab.records.schema import EvaluationEvent, StepEvent
 

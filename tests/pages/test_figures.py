@@ -15,11 +15,11 @@ from scipy import stats
 
 from frostlab.charts import cleaned, svg, themed
 from frostlab.comparison.evidence import Effect, Evidence, RefusedPair, Summary, read_evidence
-from frostlab.pages import compared_curves as drawn_curves
-from frostlab.pages import compared_figures as drawn
-from frostlab.pages import figures
-from frostlab.pages.compared import Compared, document
+from frostlab.pages import chart_parts, figures
 from frostlab.pages.content import Figure, Records
+from frostlab.pages.one_comparison import compared_curves as drawn_curves
+from frostlab.pages.one_comparison import compared_figures as drawn
+from frostlab.pages.one_comparison.compared import Compared, document
 from frostlab.records.folder import RunRecord
 from frostlab.records.schema import EvaluationEvent
 
@@ -223,10 +223,12 @@ def test_nothing_is_drawn_beyond_the_ends_of_a_scale(compared: Path, tmp_path: P
         assert min(row["low"] for row in figure.rows) >= 0.0
     assert "1.521" in bars.rows[0]["text"], "the interval itself is still told"
     assert cut not in only(drawn.metric_bars(opened(compared)), "metric-means").caption
-    (tuning,) = [figures.cut_off(rows := [{"low": -1.5, "high": 0.5}], "pearson")]
+    (tuning,) = [chart_parts.cut_off(rows := [{"low": -1.5, "high": 0.5}], "pearson")]
     assert rows == [{"low": -1.0, "high": 0.5}]
     assert tuning
-    assert figures.cut_off([{"low": -9.0, "high": 9.0}, {"low": None, "high": None}], "mine") == ""
+    assert (
+        chart_parts.cut_off([{"low": -9.0, "high": 9.0}, {"low": None, "high": None}], "mine") == ""
+    )
 
 
 def test_an_interval_of_a_bar_is_drawn_on_both_sides_of_zero() -> None:
@@ -245,9 +247,9 @@ def test_the_axis_of_means_shows_intervals_of_about_the_same_length() -> None:
     rows = [{"arm": "a", "mean": 0.5, "low": 0.3, "high": 0.7},
             {"arm": "b", "mean": 0.51, "low": 0.3, "high": 0.72},
             {"arm": "c", "mean": 0.5, "low": -50.0, "high": 51.0}]  # fmt: skip
-    low, high = figures._window_of_means(rows, False)
+    low, high = chart_parts.window_of_means(rows, False)
     assert -5 < low < 0.3 < 0.72 < high < 5
-    assert figures._window_of_means([{"mean": 2.0, "low": None, "high": None}], True)[0] < 2.0
+    assert chart_parts.window_of_means([{"mean": 2.0, "low": None, "high": None}], True)[0] < 2.0
 
 
 def test_time_has_its_ceiling_and_its_control(tuned: Path) -> None:
@@ -351,13 +353,13 @@ def test_a_loss_that_spans_a_decade_is_logarithmic() -> None:
 
 
 def test_an_axis_shows_all_points_but_not_every_interval() -> None:
-    assert figures.window([0.0, 1.0], [-0.5, None], False) == pytest.approx((-0.56, 1.06))
-    low, high = figures.window([0.0, 1.0], [-1000.0, 1000.0], False)
+    assert chart_parts.window([0.0, 1.0], [-0.5, None], False) == pytest.approx((-0.56, 1.06))
+    low, high = chart_parts.window([0.0, 1.0], [-1000.0, 1000.0], False)
     assert -6 < low < -3
     assert 4 < high < 7
-    low, high = figures.window([1.0, 2.0], [1e-9, None], True)
+    low, high = chart_parts.window([1.0, 2.0], [1e-9, None], True)
     assert 0 < low < 1 < 2 < high < 3
-    low, high = figures.window([3.0], [], False)
+    low, high = chart_parts.window([3.0], [], False)
     assert low < 3 < high
 
 
@@ -368,7 +370,7 @@ def test_an_interval_beyond_the_axis_has_an_arrow() -> None:
         {"arm": "one seed", "effect": 1.0, "low": None, "high": None},
         {"arm": "none", "effect": None, "low": None, "high": None},
     ]
-    wide, narrow, alone = figures.clipped(rows, (0.0, 2.0))
+    wide, narrow, alone = chart_parts.clipped(rows, (0.0, 2.0))
     assert (wide["from"], wide["to"], wide["beyond_low"], wide["beyond_high"]) == (0, 2, 0, 2)
     assert (narrow["from"], narrow["to"]) == (0.5, 1.5)
     assert narrow["beyond_low"] is narrow["beyond_high"] is None

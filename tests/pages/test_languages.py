@@ -14,12 +14,12 @@ from cases import slow_unless
 from frostlab.comparison.evidence import Evidence, Limit, read_evidence
 from frostlab.comparison.judging.verdict import MEANINGS, Word
 from frostlab.errors import BadInput
-from frostlab.pages import compared as compared_page
 from frostlab.pages.content import Block, Cell, Paragraph, Records
 from frostlab.pages.languages import phrases, sentences
 from frostlab.pages.languages.phrases import LANGUAGES, PHRASES, translated
 from frostlab.pages.languages.sentences import time_pieces, verdict_pieces
 from frostlab.pages.languages.words import TRANSLATIONS, translated_word
+from frostlab.pages.one_comparison import compared as compared_page
 from frostlab.pages.write import PAGE, report
 from walking import complaints
 

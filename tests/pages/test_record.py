@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from comparing import changed
-from frostlab.pages.compared import document
 from frostlab.pages.content import Cell, Document, Listing, Section, Table, item, words
+from frostlab.pages.one_comparison.compared import document
 from frostlab.pages.record import markdown
 from frostlab.text import hms
 from fuzz.targets_pages import tokens

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from frostlab.pages.compared import document
 from frostlab.pages.content import Cell, Document, Figure, Section, Table
+from frostlab.pages.one_comparison.compared import document
 from frostlab.pages.tables import escaped, latex, number, table_csv, table_files
 
 SPECIAL = "\\ { } $ & # % _ ^ ~ < > | \" ` ' -- ,, ?` !` [x] *"

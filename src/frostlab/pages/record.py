@@ -11,14 +11,6 @@ from urllib.parse import quote
 
 from frostlab.comparison.evidence import CONVERGED
 from frostlab.comparison.judging.verdict import DOUBTFUL
-from frostlab.pages import compared_facts as facts
-from frostlab.pages.compared_tables import (
-    COMPARISON,
-    TIMING,
-    Row,
-    arm_name,
-    table,
-)
 from frostlab.pages.content import (
     Block,
     Cell,
@@ -32,11 +24,19 @@ from frostlab.pages.content import (
     words,
 )
 from frostlab.pages.languages.sentences import in_its_language
+from frostlab.pages.one_comparison import compared_facts as facts
+from frostlab.pages.one_comparison.compared_tables import (
+    COMPARISON,
+    TIMING,
+    Row,
+    arm_name,
+    table,
+)
 from frostlab.text import Markdown, escaped, plain
 from frostlab.text import markdown as markdown_table
 
 if TYPE_CHECKING:
-    from frostlab.pages.compared import Compared
+    from frostlab.pages.one_comparison.compared import Compared
 
 
 def markdown(document: Document) -> str:

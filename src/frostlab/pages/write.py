@@ -100,7 +100,8 @@ def _kind(folder: Path) -> tuple[Make, tuple[str, ...]]:
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder" if folder.exists() else f"no folder {folder}")
     if is_comparison(folder):
-        from frostlab.pages import compared, unfinished
+        from frostlab.pages import unfinished
+        from frostlab.pages.one_comparison import compared
 
         if (folder / compared.EVIDENCE).exists():
             return compared.document, (compared.EVIDENCE,)

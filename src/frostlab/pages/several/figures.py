@@ -12,8 +12,8 @@ from frostlab.comparison.evidence import Effect, Evidence
 from frostlab.experiments.collection import EVIDENCE, Member
 from frostlab.experiments.means import MEANS, Means, means_of
 from frostlab.experiments.summary import GroupSummary, reduced_by
+from frostlab.pages.chart_parts import WIDTH, arm_colour, arm_shape, toggled
 from frostlab.pages.content import Block, Cell, Figure, Records
-from frostlab.pages.figures import WIDTH, arm_colour, arm_shape, toggled
 from frostlab.text import plain
 
 _MEAN = "mean"  # label of the row of means

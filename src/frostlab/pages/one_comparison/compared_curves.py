@@ -4,14 +4,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from frostlab.pages import figures
+from frostlab.pages import chart_parts, figures
 from frostlab.pages.content import Figure
 from frostlab.pages.curves import Curve, mean_points, most_points, read_curve, span_of
 from frostlab.recipe.settings import metric_facts
 from frostlab.text import number, plain
 
 if TYPE_CHECKING:
-    from frostlab.pages.compared import Compared
+    from frostlab.pages.one_comparison.compared import Compared
 
 _DECADE = 10.0  # curves of a loss and the like have a logarithmic axis if max / min is larger
 _SYMBOLS = 16  # about how many symbols a line has
@@ -174,7 +174,7 @@ def _curves(
             })  # fmt: skip
     if max((sum(row["arm"] == arm for row in points) for arm in values), default=0) < 2:
         return []
-    cut_off = figures.cut_off(points, y)
+    cut_off = chart_parts.cut_off(points, y)
     chart = figures.curves(points, compared.arms, across.title, y, log, across.short)
     caption = "The line is the mean over the finished runs."
     if any(point["low"] is not None for point in points):

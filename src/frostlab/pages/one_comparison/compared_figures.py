@@ -12,13 +12,13 @@ from frostlab.comparison.evidence import ArmVerdict, Effect, RunSummary, Summary
 from frostlab.comparison.judging.statistics import t_critical
 from frostlab.flow.figures import MEANINGS, NUMBER, SIGNS, ZERO, Grid, grid_of, rows_of
 from frostlab.flow.measurements import Flow, flows_of
-from frostlab.pages import figures
-from frostlab.pages.compared_curves import with_band
+from frostlab.pages import chart_parts, figures
 from frostlab.pages.content import FORMATS, Figure
+from frostlab.pages.one_comparison.compared_curves import with_band
 from frostlab.text import NONE, counted, number, plain
 
 if TYPE_CHECKING:
-    from frostlab.pages.compared import Compared
+    from frostlab.pages.one_comparison.compared import Compared
 
 _EVIDENCE = "evidence.json"
 _ALPHA = 0.05  # 1 - confidence of the intervals of means, which belong to no verdict
@@ -156,7 +156,7 @@ def _bars(
     ]
     if not rows:
         return []
-    caption += figures.cut_off(rows, axis)
+    caption += chart_parts.cut_off(rows, axis)
     chart = figures.bars(rows, compared.arms, axis)
     return [Figure(name, title, chart, caption, rows, (_EVIDENCE,))]
 
@@ -254,7 +254,7 @@ def _response(compared: "Compared", index: int) -> Figure | None:
     if not means:
         return None
     metric = compared.evidence.rules.metric
-    cut_off = figures.cut_off(rows, metric)
+    cut_off = chart_parts.cut_off(rows, metric)
     log_y = compared.evidence.rules.log and min(means) > 0 and max(means) / min(means) > _SPREAD
     is_rate = setting.key in ("lr", "optim.lr")
     what = "learning rate" if is_rate else plain(setting.key)
@@ -416,7 +416,7 @@ def trained_share(compared: "Compared") -> list[Figure]:
         "The symbol is the mean over seeds, the line its 95 % interval. Arms with the same share "
         "are drawn side by side."
     )
-    caption += figures.cut_off(rows, metric)
+    caption += chart_parts.cut_off(rows, metric)
     chart = figures.trade_off(rows, compared.arms, "share of parameters that trains", plain(metric))
     return [Figure("trained-share", f"{plain(metric)} against the share that trains", chart,
                    caption, rows, (_EVIDENCE,))]  # fmt: skip
@@ -429,3 +429,11 @@ def _spread_out(rows: Sequence[dict[str, Any]]) -> None:
     for share in set(shares):
         for index, row in enumerate(row for row in rows if row["share"] == share):
             row["at"] = share + apart * (index - (shares.count(share) - 1) / 2)
+
+
+# The figures of the page's sections, in their order; `compared.SECTIONS` places them.
+PERFORMANCE = (metric_bars,)
+TIME_RATIOS, TIMES = (time_ratios,), (time_bars,)  # before and after the table of times
+TUNING = (tuning,)
+GRADIENTS = (gradient_flow,)
+SHARE = (trained_share, parameters)

@@ -17,12 +17,7 @@ from frostlab.comparison.judging.verdict import DOUBTFUL, MEANINGS, SHOWING_COST
 from frostlab.comparison.measures.arms import paired_runs
 from frostlab.comparison.oelm_json import QUESTIONS, arm_key
 from frostlab.errors import BadInput
-from frostlab.pages import compared_curves as drawn_curves
-from frostlab.pages import compared_facts as facts
-from frostlab.pages import compared_figures as drawn
-from frostlab.pages import compared_tables as tables
 from frostlab.pages import record
-from frostlab.pages.compared_tables import COMPARISON
 from frostlab.pages.content import (
     Block,
     Cell,
@@ -39,6 +34,11 @@ from frostlab.pages.generated import generated_texts
 from frostlab.pages.languages.phrases import translated
 from frostlab.pages.languages.sentences import time_pieces, verdict_pieces
 from frostlab.pages.languages.words import TRANSLATIONS, translated_word
+from frostlab.pages.one_comparison import compared_curves as drawn_curves
+from frostlab.pages.one_comparison import compared_facts as facts
+from frostlab.pages.one_comparison import compared_figures as drawn
+from frostlab.pages.one_comparison import compared_tables as tables
+from frostlab.pages.one_comparison.compared_tables import COMPARISON
 from frostlab.pages.one_run import eeg_run
 from frostlab.text import plain
 
@@ -500,15 +500,15 @@ SECTIONS: tuple[tuple[str, str, tuple[Make, ...]], ...] = (
     ("verdicts", "Verdicts", (_verdicts,)),
     ("questions", "The questions", (_questions,)),
     ("arms", "The arms", (_arms,)),
-    ("performance", "Performance", (drawn.metric_bars, tables.performance)),
+    ("performance", "Performance", (*drawn.PERFORMANCE, tables.performance)),
     ("curves", "Training curves", (drawn_curves.training_curves,)),
-    ("time", "Time", (drawn.time_ratios, tables.times, drawn.time_bars, drawn_curves.step_times)),
+    ("time", "Time", (*drawn.TIME_RATIOS, tables.times, *drawn.TIMES, drawn_curves.step_times)),
     ("convergence", "Convergence", (drawn_curves.cost_curves, tables.convergence)),
-    ("tuning", "Tuning", (drawn.tuning, tables.tuning)),
+    ("tuning", "Tuning", (*drawn.TUNING, tables.tuning)),
     ("stages", "Stages", (tables.stages,)),
     ("subjects", "Subjects", (tables.subjects, _decoders)),
-    ("gradients", "Gradient flow", (drawn.gradient_flow, tables.gradients)),
-    ("share", "Parameters and memory", (drawn.trained_share, drawn.parameters)),
+    ("gradients", "Gradient flow", (*drawn.GRADIENTS, tables.gradients)),
+    ("share", "Parameters and memory", drawn.SHARE),
     ("samples", "Generated texts", (_samples,)),
     ("differences", "What differs between the arms", (facts.differences,)),
     ("data", "Data", (facts.data,)),

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 from frostlab.comparison.evidence import VariedFact
 from frostlab.errors import BadInput
-from frostlab.pages.compared_tables import COMPARISON, Row, arm_name, table
 from frostlab.pages.content import Block, Cell, Listing, Paragraph, Table, item, words
+from frostlab.pages.one_comparison.compared_tables import COMPARISON, Row, arm_name, table
 from frostlab.records.finding.annotations import ANNOTATIONS, read_annotations
 from frostlab.storage import path_inside
 from frostlab.text import plain
 
 if TYPE_CHECKING:
-    from frostlab.pages.compared import Compared
+    from frostlab.pages.one_comparison.compared import Compared
 
 _SHOWN_CLASSES = 60  # most rows of the table of classes
 _LENGTHS = {"least": "shortest", "median": "median", "mean": "mean", "most": "longest",

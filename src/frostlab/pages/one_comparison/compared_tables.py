@@ -11,7 +11,7 @@ from frostlab.pages.content import Block, Cell, Table, is_filled, words
 from frostlab.text import plain
 
 if TYPE_CHECKING:
-    from frostlab.pages.compared import Compared
+    from frostlab.pages.one_comparison.compared import Compared
 
 Row = Sequence[str | Cell]
 COMPARISON, TIMING = "comparison.json", "timing.json"
