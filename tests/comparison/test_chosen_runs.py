@@ -307,7 +307,7 @@ Change = Callable[[Path], Any]
         (lambda runs: change_recipe(runs, "oelm-s*", {"evaluate.metric": "loss"}),
          ["baseline-s*", "oelm-s*"], "were selected by accuracy, and those of .* by loss; choose"),
         (lambda runs: [unfinish(run) for run in runs.glob("oelm-s*")],
-         ["baseline-s*", "oelm-s*"], "no run has ended; frostlab run --resume finishes oelm-s0"),
+         ["baseline-s*", "oelm-s*"], "no run has ended; finish oelm-s0, .* with frostlab run"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(

@@ -196,7 +196,7 @@ def test_missing_data_are_refused_before_anything_is_written(tmp_path: Path) -> 
     text = str(error.value)
     assert text.startswith("mine: 2 of 3 comparisons cannot run: one (data.path ")
     assert "; two (data.path " in text
-    assert text.endswith("; get the data, or leave these out with --only rates")
+    assert text.endswith("; get the data, or carry out only the others with --only rates")
     assert "\n" not in text
     assert not out.exists()
     with pytest.raises(fl.BadInput, match="1 of 1 comparisons cannot run: .*; get the data$"):

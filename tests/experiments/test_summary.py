@@ -99,7 +99,7 @@ def test_an_interaction_that_cannot_be_known_says_why(fair: fl.GroupResult) -> N
     )
     absent = ASKED.model_copy(update={"arm": "hot"})
     text = _interaction(absent, {"causal": whole, "both": whole}, 1)
-    assert text == "not known: hot is not compared with a baseline in both comparisons."
+    assert text == "not known: no verdict on hot in causal and both."
 
 
 def test_the_share_retained_is_larger_if_the_arm_is_better(fair: fl.GroupResult) -> None:

@@ -131,7 +131,7 @@ class _ChosenRuns:
                 )
         if not any(map(_has_ended, records)):
             listed = ", ".join(run.folder.name for run in records[:5])
-            raise BadInput(f"{label}: no run has ended; frostlab run --resume finishes {listed}")
+            raise BadInput(f"{label}: no run has ended; finish {listed} with frostlab run --resume")
         return cls(label, dict(sorted(runs.items())))
 
     @property

@@ -426,7 +426,7 @@ class Repeat:
     folder: str  # of the second run, relative to the comparison's folder
     status: str  # of the second run
     metrics: dict[str, tuple[float | None, float | None]]  # metric → (first, second) run's value
-    same_weights: bool  # whether both runs report the same weights
+    same_weights: bool  # whether the best weights of both runs are equal
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def gather(
 
     Args:
         folder: the comparison's folder, to which the paths of runs become relative.
-        looks: the current look at the results, and the looks before it.
+        looks: the current look (analysis of the results), and the looks before it.
         jobs: largest number of parallel runs.
     """
     trials, repeat, assay = trained.trials, trained.repeat, trained.assay
@@ -191,7 +191,7 @@ def _arm(runs: Runs, name: str, metrics: Sequence[str]) -> ArmEvidence:
 
 
 class Judged:
-    """The verdicts on all statements of a comparison, which form one family.
+    """The verdicts on all statements of a comparison, whose intervals hold simultaneously.
 
     The statements are: every arm against the baseline, the plan's contrasts, and the question
     whether orthogonality is needed. A statement is about values (a run's metric) or about gains
@@ -286,7 +286,7 @@ def _value(run: RunSummary, rules: Rules, of: str) -> float | None:
 
 
 def _identical(runs: Runs, arm: str, against: str) -> bool:
-    """Return whether both arms finished every seed that both have, and report the same weights."""
+    """Return whether, with every shared seed, the runs finished with the same best weights."""
     shared = [seed for seed in runs.seeds_of(arm) if seed in runs.seeds_of(against)]
     pairs = [(runs.summaries[arm, seed], runs.summaries[against, seed]) for seed in shared]
     return bool(pairs) and all(

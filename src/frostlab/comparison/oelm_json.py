@@ -1,10 +1,10 @@
 """The five questions of the OELM study, and its output files comparison.json and timing.json.
 
 OELM orthogonalizes the query and key weights and freezes them. An arm's treatment decides whether
-it is OELM, never its name. The files have the layout of the study's scripts, except that a gap (a
-difference from the baseline) has the interval and the verdict of comparison.md, and speed-ups come
-from steps that the arms took in turn: a gap between the times of whole runs is marked as unproven,
-because it is no evidence about speed. An unknown value is null.
+it is OELM, never its name. The files have the layout of the study's scripts, but a gap (difference
+from the baseline) has the interval and the verdict of comparison.md, and speed-ups come from steps
+that the arms took in turn. A gap between the times of whole runs is no evidence about speed, so it
+is marked as unproven. An unknown value is null.
 """
 
 from collections.abc import Callable

@@ -186,8 +186,8 @@ def _further_numbers(evidence: Evidence) -> str:
         "runs. P(cost > margin): posterior probability under a flat prior, with a variance "
         "pooled over similar arms. Valid if seeds are added: an interval that stays valid if seeds "
         "are added until it excludes 0 (or the ratio 1). For other test examples: seeds and test "
-        "examples are both taken as samples; only known for accuracy. No verdict is drawn from "
-        "these numbers."
+        "examples are both taken as samples; only known for accuracy. Runs missing: paired runs "
+        "without a finite value. No verdict is drawn from these numbers."
     )
     return f"{markdown(head, rows)}\n\n{note}"
 
@@ -261,8 +261,8 @@ def _performance(evidence: Evidence) -> str:
         "weights do not count in the gradient's norm, so an arm that freezes weights may be "
         "clipped less. The next table shows the effect over paired seeds. All "
         "intervals about the same metric hold simultaneously, with "
-        f"{100 * (1 - evidence.rules.level):.4g} % confidence; the effect on perplexity is the "
-        "ratio of geometric means, which the columns with means show. Retained: the arm's value "
+        f"{100 * (1 - evidence.rules.level):.4g} % confidence; for perplexity, the means in that "
+        "table are geometric, and the effect is their ratio. Retained: the arm's value "
         "divided by the baseline's (for perplexity and loss the baseline's divided by the arm's), "
         "so more than 100 % is better. p is multiplied by the number of statements. "
         "Only the first metric is judged; the others get no verdict."

@@ -47,8 +47,8 @@ Look = Annotated[int, Field(gt=0, le=MOST_LOOKS)]
 class Rules(Strict):
     """The metric that is compared, and the conditions for calling an arm better or worse.
 
-    A look is one analysis of the results, and spends a part of alpha: the false-alarm rate that it
-    is allowed.
+    A look is one analysis of the results. Each look spends a part of alpha, which is the allowed
+    false-alarm rate of all looks together.
     """
 
     metric: Annotated[str, Field(min_length=1)]  # the metric that decides the verdicts
@@ -528,7 +528,7 @@ class Plan(Strict):
 def check_settings_exist(
     option: str, keys: Iterable[str], recipe: Recipe, by_last_part: bool = True
 ) -> None:
-    """Refuse a key unless it is a section, a dotted key or, if allowed, the last part of one."""
+    """Refuse keys that name no section or setting; `by_last_part` accepts `lr` for `optim.lr`."""
     paths = _paths(recipe.to_dict())
     by_last = {path.rpartition(".")[2]: path for path in reversed(paths)}  # the first path wins
     names = {*recipe.to_dict(), *paths, *(by_last if by_last_part else ())}

@@ -326,7 +326,7 @@ def reproduce(source: Path, runner: Runner, out: Path | None = None) -> Comparis
     with folder.open(plan, stored.looks) as plan_with_seeds:
         quick = _stored_steps(ComparisonFolder(original), "quick.json") if plan.quick else None
         if quick is not None and _stored_steps(folder, "quick.json") is None:
-            folder.write("quick.json", asdict(quick))  # its steps depend on the machine's speed
+            folder.write("quick.json", asdict(quick))  # else the steps depend on this machine
         _carry_out(plan_with_seeds, folder, runner)
     again = Comparison(folder.path)
     first = read_evidence(original / "evidence.json")
@@ -343,7 +343,7 @@ def _new_folder(plan: Plan, original: Path) -> Path:
 
 
 def _with_data_found(plan: Plan, original: Path, runner: Runner) -> Plan:
-    """Return the plan with the path on this machine of the data that its runs were trained on."""
+    """Return the plan with the path at which this machine has the data of the original's runs."""
     runs = sorted(original.glob("runs/*/digests.json"))
     recipe = plan.recipe_of(plan.baseline, plan.seeds[0])
     if not runs:

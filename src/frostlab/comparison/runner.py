@@ -130,7 +130,7 @@ class Runner:
         return {task.key: RunRecord(task.path) for task in tasks}
 
     def _run(self, left: Sequence[ArmTask], alone: bool) -> None:
-        """Run tasks through the queue; raise an error at the end if runs have no record."""
+        """Run tasks through the queue; at the end, raise an error if one crashed or was stopped."""
         total, crashed, stopped, in_workers = 0.0, [], False, not self._stays_here(left, alone)
         with self._executor(left, in_workers, alone) as opened, ExitStack() as stack:
             # In this process, the run itself catches signals.
@@ -335,7 +335,7 @@ class ComparisonFolder:
         stored = self._stored()
         assert stored is not None, "the plan is written first"
         looks = take_look(plan, self.path, results, stored.looks)
-        # Looks in other folders are stored, too, because another machine's register lacks them.
+        # Looks in other folders are stored, too: only this machine's register has them.
         known = [*looks.earlier, looks.current]
         new = [look for look in known if look not in stored.looks]
         if new:

@@ -1,10 +1,10 @@
 """Interleaved timing of whole training steps of several arms, with A/A controls.
 
 All arms (variants of one recipe) run in one process and take blocks of steps in turn; one round is
-one block of every arm. Every few rounds, all models are built again (a build). The controls are
-further copies of the baseline, which differ only in their memory addresses. An arm is called faster
-or slower only if it differs from the copies by more than they differ from each other. If a control
-differs that much, the timing proves nothing.
+one block of every arm. Every two rounds are a pair and use the same batches. After a few pairs, all
+models are built again (a build). The controls are further copies of the baseline, which differ only
+in their memory addresses. An arm is called faster or slower only if it differs from the copies by
+more than they differ from each other. If a control differs that much, the timing proves nothing.
 """
 
 import gc
@@ -397,16 +397,16 @@ def time_arms(
 
         steps, step_seconds = choose_block(timed, clock)
         build_seconds = rebuild()
-        warmed_up = timed[baseline].step.kind != "eager"  # for the shape of every batch
-        if warmed_up and (fewer := batches_to_keep(seconds, build_seconds)) < len(order):
+        warms_up_all = timed[baseline].step.kind != "eager"  # in every build, on every batch
+        if warms_up_all and (fewer := batches_to_keep(seconds, build_seconds)) < len(order):
             order = order[:fewer]
             build_seconds = rebuild()
-        planned, pairs = plan_build(seconds, block or steps, step_seconds, build_seconds)
+        planned, round_pairs = plan_build(seconds, block or steps, step_seconds, build_seconds)
         blocks = Blocks(block or planned, len(order))
         with Watching(str(device)) as watching:
             rounds = interleave_arms(
                 tuple(arms), measure, rebuild, StopRule(seconds, width),
-                controls=CONTROLS, blocks=blocks, pairs=pairs, seed=0, say=say,
+                controls=CONTROLS, blocks=blocks, pairs=round_pairs, seed=0, say=say,
             )  # fmt: skip
     timed_batches = {
         index for pair in range(len(rounds.starts) // 2) for index in blocks.of_pair(pair)

@@ -97,7 +97,7 @@ class _Search:
         self.scores |= {key: _score(self.records[key]) for key in tasks}
 
     def best(self, arm: str, left_out: int | None = None) -> Trial:
-        """Return the trial with the best mean score, without the seed `left_out`.
+        """Return the trial with the best mean score over all seeds but `left_out`.
 
         If `left_out` is the only seed, it is used. Trials in which more runs have a score come
         first; the mean score decides among trials with equally many.
@@ -113,7 +113,7 @@ class _Search:
         return min(self.trials, key=rank)
 
     def extended(self, key: str, values: tuple[float, ...]) -> tuple[float, ...]:
-        """Return a grid with one more value at each end that is best for an arm, if it is valid."""
+        """Return the grid, extended at each end that is best for some arm, if that is valid."""
         best = {dict(self.best(arm.name))[key] for arm in self.plan.arms}
         below, above = self._beyond(key, values)
         return (
@@ -251,7 +251,7 @@ def chosen_trials(plan: Plan, folder: Path) -> Trials:
 
 
 def trial_task(plan: Plan, folder: Path, arm: Arm, trial: Trial, seed: int) -> ArmTask:
-    """Return the run of an arm with a trial's values and a seed."""
+    """Return the task of training an arm with a trial's values and a seed."""
     label = "".join(f"@{_short(key, trial)}={value:g}" for key, value in trial)
     return ArmTask(
         name=f"{arm.name}{label}",

@@ -57,7 +57,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _groups(folder: Path) -> list[str]:
-    """Return the paths of a folder's groups from this folder; empty for the folder itself."""
+    """Return the names of the groups in a folder, or one empty name if it is a group itself."""
     if is_group(folder):
         return [""]
     return [path.name for path in _folders(folder) if is_group(path)]

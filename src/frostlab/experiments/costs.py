@@ -77,7 +77,7 @@ def _entry(group: Group, name: str, facts: Experiment, models: Models) -> Entry:
         flops += stage.steps * per_step * _flops_per_token(recipe, planned)
         estimate = max(estimate, _memory(recipe, parts, per_step))
         stops_early = stops_early or stage.patience is not None
-    known = recipe.train.steps is not None or training_examples(recipe) is not None
+    steps_known = recipe.train.steps is not None or training_examples(recipe) is not None
     seconds, peak = _measured(steps_by_kind, measured_steps())
     estimated = None if recipe.model.kind == "conformer" else estimate
     return Entry(
@@ -86,11 +86,11 @@ def _entry(group: Group, name: str, facts: Experiment, models: Models) -> Entry:
         recipe.digest,
         parts.count(),
         parts.count("trainable"),
-        steps if known else None,
+        steps if steps_known else None,
         stops_early,
-        steps * per_step if known else None,
-        flops if known else None,
-        seconds if known else None,
+        steps * per_step if steps_known else None,
+        flops if steps_known else None,
+        seconds if steps_known else None,
         estimated if peak is None else peak,
         peak is not None,
         facts.reported,
@@ -121,13 +121,14 @@ def _flops_per_token(recipe: Recipe, planned: PlannedStage) -> float:
     if supervision is None:
         return flops
     head = next(part for part in parts.parts if part.role == "head" and part.matmul)
-    learns = head.state == "trainable"
+    head_learns = head.state == "trainable"
     outside = (part for part in parts.parts if not part.layers and part.role != "head")
-    below = any(part.state == "trainable" for part in outside)
+    learns_below = any(part.state == "trainable" for part in outside)
     for layer_number, layer in enumerate(parts.layers, 1):
-        below = below or any(part.state == "trainable" for part in layer.parts)
+        learns_below = learns_below or any(part.state == "trainable" for part in layer.parts)
         if layer_number in supervision.layers[:-1]:  # the last one is in `flops`
-            flops += 2 * head.parameters * (1 + below + learns)
+            # the head's output, the gradient of its input, and the gradient of its weights
+            flops += 2 * head.parameters * (1 + learns_below + head_learns)
     return flops
 
 

@@ -39,7 +39,7 @@ class Mean:
     verdicts: dict[str, int]  # verdict → number of comparisons
     # for a single comparison, its own effect; else the mean, whose `n` is the number of comparisons
     effect: Effect
-    retained: float | None  # geometric mean of the comparisons' `retained_share`
+    retained: float | None  # geometric mean of `retained_share`: the arm's metric / the baseline's
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Means:
     """The content of means.json."""
 
     schema: int  # `SCHEMA` when it was written
-    means: tuple[Mean, ...]  # one per arm, metric, grouping and value
+    means: tuple[Mean, ...]  # one per arm, metric, grouping, value and shortcomings
     contrasts: tuple[Contrast, ...]  # for arms with comparisons of both models
 
     def to_dict(self) -> dict[str, Any]:

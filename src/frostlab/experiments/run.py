@@ -271,7 +271,8 @@ def _check_data(
 ) -> None:
     """Raise BadInput if a comparison lacks data; the message also names those that can run.
 
-    A comparison whose runs are all done and evaluated on the further data needs no data.
+    A comparison needs no data if it has results for all seeds, and its finished runs are evaluated
+    on the further data.
     """
     missing = {}
     for name, plan in plans.items():
@@ -289,7 +290,7 @@ def _check_data(
     fetch = f" with `frostlab data fetch {group.name}`" if group.folder is None else ""
     raise BadInput(
         f"{group.name}: {len(missing)} of {len(plans)} comparisons cannot run: {reasons}; get the "
-        f"data{fetch}{f', or leave these out with --only {left}' if left else ''}"
+        f"data{fetch}{f', or carry out only the others with --only {left}' if left else ''}"
     )
 
 

@@ -413,9 +413,9 @@ def _interaction(
     if missing:
         return f"not finished: {', '.join(missing)}."
     own, other = (finished[name] for name in names)
-    if interaction.arm not in own.verdicts or interaction.arm not in other.verdicts:
-        compared = "is not compared with a baseline in both comparisons"
-        return f"not known: {interaction.arm} {compared}."
+    without = [name for name in names if interaction.arm not in finished[name].verdicts]
+    if without:
+        return f"not known: no verdict on {interaction.arm} in {' and '.join(without)}."
     parts = "; ".join(_effect_in(name, finished[name], interaction.arm) for name in names)
     if own.rules.metric != other.rules.metric:
         metrics = f"{own.rules.metric} and {other.rules.metric}"

@@ -46,9 +46,9 @@ def evaluate_run(
             the recipe, or for EEG a folder of recordings.
         split: report (the default), tune or train; for EEG also unseen, the subjects that the model
             was not trained on. An evaluation of report also scores these subjects, separately.
-        settings: changes of the evaluated data: `data.path`, `data.language`, `data.text`,
-            `data.label`, `data.report` (another split of the same data set) and
-            `data.evaluation_limit`; for EEG, only `data.path`.
+        settings: settings that replace the recipe's in this evaluation: `data.path`,
+            `data.language`, `data.text`, `data.label`, `data.report` (another split of the same
+            data set) and `data.evaluation_limit`; for EEG, only `data.path`.
         data_dir: the folder with the data sets.
         device: the device; None: the recipe's. An evaluator keeps its own device.
     """
@@ -75,7 +75,7 @@ def evaluate_languages(
     data_dir: str | Path | None = None,
     device: str | None = None,
 ) -> dict[str, Evaluation]:
-    """Evaluate a run on languages of XNLI: `all`, or several with commas, such as `en,zh`."""
+    """Evaluate a run on languages of XNLI: `all`, or some, such as `en,zh`."""
     data = run.recipe.data
     if not isinstance(data, Named) or data.name != "xnli":
         raise BadInput(f"--languages is for runs on xnli; {run.folder} was trained on {data.name}")
@@ -102,7 +102,7 @@ class _Choice:
 
     split: str | None
     path: str | None = None
-    report: str | None = None  # name of the split to evaluate as `report`
+    report: str | None = None  # the data set's own name for the split to evaluate as `report`
     language: str | None = None
     text: tuple[str, ...] | None = None
     label: str | None = None
@@ -153,6 +153,7 @@ class _Choice:
 
     @property
     def role(self) -> str:
+        """The split to evaluate; `report` by default."""
         return self.split or "report"
 
 
@@ -209,9 +210,13 @@ def _evaluate_text(evaluator: Evaluator, choice: _Choice, data_dir: Path | None)
         raise BadInput(f"data.language: {data.name} has no languages; only xnli has")
     if choice.path is not None:
         if choice.language is not None:
-            raise BadInput("data.language chooses a language of xnli; leave out the path")
+            raise BadInput(
+                f"data.language chooses a language of xnli; leave out the path {choice.path}"
+            )
         if choice.report is not None:
-            raise BadInput("data.report chooses a split of the run's data; leave out the path")
+            raise BadInput(
+                f"data.report chooses a split of the run's data; leave out the path {choice.path}"
+            )
         split = given_split(choice.path, choice.role, "--data", getattr(data, choice.role))
         limit = choice.evaluation_limit
     else:
@@ -290,6 +295,7 @@ def _evaluate_recordings(
         ridge, caution = baseline_scores(signals), signals.caution
     elif role in signals.splits:
         windows = signals.splits[role]
+        # Evaluate adjacent windows if training redraws their starts in every epoch.
         groups = {role: replace(windows, hop=windows.hop or windows.length)}
         ridge, caution = {}, _CAUTIONS.get(role, signals.caution)
     else:

@@ -33,9 +33,9 @@ def export_run(record: RunRecord, folder: str | Path) -> Path:
     """Write a run's best weights, tokenizer, labels and a model card as a Hugging Face folder.
 
     If the run was trained on a synthetic task (random symbols as token ids, no text), there is no
-    tokenizer to write. Adapters are merged into the weights they adapt. A model that no class of
-    transformers can express is refused, and nothing is written: the Conformer, and frostlab's other
-    models with some settings.
+    tokenizer to write. Adapters are merged into the weights they adapt. If no class of transformers
+    can express the model, the run is refused, and nothing is written. This is so for the Conformer
+    and, with some settings, for frostlab's other models.
     """
     target = Path(folder)
     if target.exists() and not target.is_dir():
@@ -45,7 +45,8 @@ def export_run(record: RunRecord, folder: str | Path) -> Path:
     if record.data.task == "envelope":
         raise BadInput(
             f"export: {record.folder} decodes EEG with frostlab's Conformer, which no class "
-            f"of transformers can hold; `frostlab predict {record.folder.name} FOLDER` uses it here"
+            f"of transformers can hold; `frostlab predict {record.folder.name} FOLDER` decodes "
+            "EEG with it"
         )
     model, labels = best_model(record), record.data.labels
     merge_adapters(model)

@@ -106,13 +106,13 @@ class Predictor(Evaluator):
         tokens, owners = encode_documents(texts, self.encoder, self.recipe.data.length)
         losses, counts = np.zeros(len(texts)), np.zeros(len(texts), dtype=np.int64)
         for rows, logits, targets in self._logits(tokens):
-            every = functional.cross_entropy(
+            token_losses = functional.cross_entropy(
                 logits.flatten(0, 1).float(),
                 targets.flatten(),
                 ignore_index=IGNORED,
                 reduction="none",
             )
-            sums = every.view(targets.shape).double().sum(-1).cpu().numpy()
+            sums = token_losses.view(targets.shape).double().sum(-1).cpu().numpy()
             np.add.at(losses, owners[rows], sums)
             np.add.at(counts, owners[rows], (targets != IGNORED).sum(-1).cpu().numpy())
         return Predictions(

@@ -66,9 +66,9 @@ class Run(RunRecord):
             split: report (the default), tune or train; for EEG also unseen, the subjects that the
                 model was not trained on. An evaluation of report also scores these subjects,
                 separately.
-            settings: changes of the evaluated data: `data.path`, `data.language`, `data.text`,
-                `data.label`, `data.report` (another split of the same data set) and
-                `data.evaluation_limit`; for EEG, only `data.path`.
+            settings: settings that replace the recipe's in this evaluation: `data.path`,
+                `data.language`, `data.text`, `data.label`, `data.report` (another split of the same
+                data set) and `data.evaluation_limit`; for EEG, only `data.path`.
             data_dir: the folder with the data sets.
             device: the device; None: the recipe's.
         """
@@ -109,7 +109,8 @@ class Run(RunRecord):
             temperature: below 1 favours probable tokens; 0 always takes the most probable one.
             top_p: draw from the smallest set of most probable tokens whose probabilities sum to
                 this or more.
-            seed: the same seed gives the same samples up to rounding, whatever else is generated.
+            seed: the same seed gives the same samples up to rounding, whichever other prompts and
+                samples are generated.
             device: the device; None: the recipe's.
         """
         sampling = Sampling(max_tokens, temperature, top_p, seed, samples)

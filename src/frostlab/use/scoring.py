@@ -65,7 +65,8 @@ class Evaluation:
     n: dict[str, int]  # metric → the number of `unit`s that it is computed from
     unit: dict[str, str]  # metric → what `n` counts: examples, tokens, windows, …
     classes: list[ClassScore] = field(default_factory=list)  # empty without classes
-    layers: dict[str, dict[str, float]] = field(default_factory=dict)  # supervised layer → metrics
+    # deep supervision: number of each layer with a loss of its own → metrics
+    layers: dict[str, dict[str, float]] = field(default_factory=dict)
     # EEG: group of recordings → decoder → summary of its scores, as in result.json
     scores: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     caution: str | None = None  # a warning to show with the metrics
@@ -146,6 +147,7 @@ class Evaluator:
         scores: list[ClassScore] = []
         if labels is not None and predicted is not None:
             truth = torch.from_numpy(labels.copy())
+            # `evaluate` stores 1 + the predicted class.
             scores = _class_scores(truth, predicted.cpu() - 1, self.labels)
         return Evaluation(
             run=str(self.record.folder),

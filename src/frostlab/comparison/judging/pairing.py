@@ -369,7 +369,7 @@ def check_records(records: Iterable[RunRecord]) -> None:
 
 def _check_report(record: RunRecord) -> None:
     """Refuse a result.json whose reported metrics are not those of events.jsonl."""
-    evaluations = record.events(EvaluationEvent)
+    evaluations = record.events(EvaluationEvent)  # only the report names its checkpoint
     report = next((event for event in evaluations if event.checkpoint is not None), None)
     if report is None or report.metrics != record.result.report:
         raise BadInput(

@@ -20,8 +20,9 @@ from frostlab.errors import BadInput
 
 Numbers = NDArray[np.float64]
 
-# Power at the effect that `could_have_found` returns, over the standard deviations that the
-# seeds could have shown: its least mean, and its least value for 96 % of them.
+# The seeds of a comparison could have shown other standard deviations. At the effect that
+# `could_have_found` returns, the mean power over them is at least POWER, and the power for 96 % of
+# them is at least LEAST_POWER.
 POWER = 0.8
 LEAST_POWER = 0.5
 NAN = math.nan
@@ -196,8 +197,8 @@ def anytime_critical(n: int, alpha: float) -> float:
     A look is one analysis of the results.
 
     The interval holds all effects for which the Bayes factor of the t statistic is below 1 / alpha.
-    To test an effect, the true effect in standard deviations gets a normal prior around the tested
-    one, and the standard deviation the prior 1 / std, under which the Bayes factor is a martingale.
+    To test a value, the true effect (in standard deviations) gets a normal prior around this value,
+    and the standard deviation the prior 1 / std, under which the Bayes factor is a martingale.
     So the intervals of all looks contain the truth with a probability of at least 1 − alpha,
     whenever one stops. With few pairs no effect can be excluded, and the half-width is infinite.
     """

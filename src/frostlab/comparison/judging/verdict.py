@@ -111,14 +111,14 @@ class Margin:
     """The margin (the largest acceptable cost against the baseline), compared with the interval.
 
     A cost is how much worse the arm is. `answer` is "yes" if the interval excludes costs above the
-    margin, "no" if it holds only such costs, and else "not shown". `limit` is the margin as in
-    `Rules`. `largest` is the largest cost in the interval, in the effect's unit; None: unbounded.
+    margin, "no" if it holds only such costs, and "not shown" in all other cases, if a run is
+    missing, and after any word but better, worse, no difference found and identical.
     """
 
     answer: Answer
-    limit: float
+    limit: float  # the margin as in `Rules`
     cost: float  # the margin in the unit of the effect, as a cost: a ratio, or a difference
-    largest: float | None
+    largest: float | None  # the largest cost in the interval, like `cost`; None: unbounded
     probability_above: float | None  # posterior probability of a cost above the margin
 
 

@@ -3,8 +3,8 @@
 An arm is a variant of the compared recipe, trained with several seeds. The target is the recipe's
 `evaluate.target`, if it is for the compared metric. Else it is a value that only the baseline's
 runs decide: the mean of the best values that they had halfway through their evaluations. A run
-reaches it at the first evaluation, on the split that selects the checkpoint, whose value is at
-least as good. Only finished runs count as having reached it.
+reaches the target at the first evaluation whose value is at least as good; only evaluations on the
+split that selects the checkpoint count. Runs that did not finish never count as having reached it.
 """
 
 import math
@@ -79,7 +79,7 @@ def _evaluations(record: RunRecord, metric: str) -> list[_Evaluation]:
         _Evaluation(value, {"steps": event.step, "epochs": event.epoch,
                             "seconds": event.total_seconds})
         for event in record.events(EvaluationEvent)
-        if event.checkpoint is None
+        if event.checkpoint is None  # the final report names its checkpoint
         and (value := typed(event.metrics.get(metric), int, float)) is not None
     ]  # fmt: skip
 

@@ -89,7 +89,7 @@ def run_times(evidence: Evidence) -> str:
         "seconds in a run, the seconds of one evaluation, and its share of the total time."
     )
     if scaled:
-        note += " *Scaled*: the runs are shorter than an epoch, so its time is extrapolated."
+        note += " *Scaled*: the runs are shorter than an epoch, whose time is extrapolated."
     if evidence.rounds:
         rows.append(["alternating runs", *(_rounds(times[name]) for name in arms), "stability"])
         note += " The alternating runs are extra runs, one at a time; a round has one of every arm."
