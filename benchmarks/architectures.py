@@ -123,7 +123,7 @@ def _table(model: Any, probed: Any) -> Row:
 def _judged(kind: str, model: Any, anatomy: Any) -> Row:
     from frostlab.errors import first_line
     from frostlab.roles.tracing.find import _first_pass
-    from frostlab.roles.tracing.trace import watched_copy
+    from frostlab.roles.tracing.passes.trace import watched_copy
     from invariances import check
 
     try:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from frostlab.roles.parts import Part
 from frostlab.roles.snapshot import Anatomy
-from frostlab.roles.tracing.facts import Call
+from frostlab.roles.tracing.passes.facts import Call
 
 SAME, SEEN = 1e-6, 1e-5  # changes relative to the largest output
 MOST_POSITIONS = 5  # kinds of terms for positions that are tried with queries and with keys

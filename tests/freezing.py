@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import frostlab as fl
 from frostlab.roles.read import survey
-from frostlab.roles.tracing.facts import Call
-from frostlab.roles.tracing.inputs import candidate_inputs
+from frostlab.roles.tracing.passes.facts import Call
+from frostlab.roles.tracing.passes.inputs import candidate_inputs
 
 STEPS = 20
 # The first 50 of all types, shuffled by `random.Random(26)`, that the probe reads and whose small

@@ -21,7 +21,7 @@ from freezing import DRAWN, check_training, trained, values_of, working_call
 from frostlab.roles import read
 from frostlab.roles.parts import Heads, Split
 from frostlab.roles.snapshot import Anatomy
-from frostlab.roles.tracing.facts import Call
+from frostlab.roles.tracing.passes.facts import Call
 from labelled import LABELLED, expected
 from odd_places import REFUSED, SPLIT, around
 from small_types import small_model

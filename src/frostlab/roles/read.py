@@ -52,8 +52,9 @@ from frostlab.roles.parts import (
 from frostlab.roles.peft_names import ParameterName, PeftNames, is_adapted
 from frostlab.roles.snapshot import Anatomy, Evidence
 from frostlab.roles.tracing.claims import Indescribable
-from frostlab.roles.tracing.facts import Call
-from frostlab.roles.tracing.find import Found, Measured, as_call, find_roles
+from frostlab.roles.tracing.find import Found, as_call, find_roles
+from frostlab.roles.tracing.passes.facts import Call
+from frostlab.roles.tracing.siblings import Measured
 from frostlab.roles.undisturbed import shared_copy, undisturbed
 
 _BIASES = ("bias", "in_proj_bias")
@@ -177,9 +178,9 @@ def _found(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
     is kept, too: other models with the same code and shapes are read on it.
     """
     modules = [m for m in model.modules() if not type(m).__module__.startswith(_LIBRARIES)]
-    shapes = [(slot.name, slot.shape) for slot in slots]
+    shapes = sorted((slot.name, slot.shape) for slot in slots)
     empty = any(parameter.is_meta for parameter in model.parameters())  # then a copy is read
-    key = _digest(shapes, empty, [(_number(type(m)), _number(m.forward)) for m in modules])
+    key = _digest(shapes, empty, [(_number(_code_of(m)), _number(m.forward)) for m in modules])
     kept = _FOUND.get(model)
     if batch is None and kept is not None and kept[0] == key:
         return kept[1]
@@ -206,6 +207,12 @@ def _found(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
     elif shared is not None:
         _keep(_FOUND_BY_CONFIG, shared, found, _KEPT_CONFIGS)
     return found
+
+
+def _code_of(module: nn.Module) -> type:
+    """Return a module's class; if frostlab has split the module, the class that it had before."""
+    kind = type(module)
+    return kind.__bases__[1] if hasattr(module, "_frostlab_frozen") else kind
 
 
 def _keep(cache: dict[str, Any], key: str, value: Any, most: int) -> None:

@@ -20,7 +20,7 @@ from frostlab.roles.description import model_type
 from frostlab.roles.parts import Slot
 from frostlab.roles.read import survey
 from frostlab.roles.snapshot import Anatomy
-from frostlab.roles.tracing.inputs import candidate_inputs
+from frostlab.roles.tracing.passes.inputs import candidate_inputs
 from frostlab.surgery.freeze import refuse_untouchable, refuse_wrapped
 from frostlab.surgery.origin import move_origins
 from frostlab.surgery.stale import expect, record_change

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import frostlab as fl
 from cases import slow_unless
-from frostlab.roles.tracing.facts import Call
-from frostlab.roles.tracing.inputs import MOST_CALLS, candidate_inputs, no_inputs
+from frostlab.roles.tracing.passes.facts import Call
+from frostlab.roles.tracing.passes.inputs import MOST_CALLS, candidate_inputs, no_inputs
 from small_types import small_model
 
 FAST = (

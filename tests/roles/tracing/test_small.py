@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedMode
 import frostlab as fl
 from blocks import IDS, WIDTH, Block, Mix
 from cases import slow_unless
-from frostlab.roles.tracing.inputs import candidate_inputs
-from frostlab.roles.tracing.small import LARGEST, Small, small_copy
+from frostlab.roles.tracing.passes.inputs import candidate_inputs
+from frostlab.roles.tracing.passes.small import LARGEST, Small, small_copy
 
 FAST = ("bert", "clip", "gpt2", "gemma2", "t5", "vit")
 SAMPLE = (

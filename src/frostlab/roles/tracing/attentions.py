@@ -24,7 +24,7 @@ from frostlab.roles.tracing.dependence import (
     touched,
 )
 from frostlab.roles.tracing.graph import CHECKPOINT, Contraction, Graph, Node, shape_at
-from frostlab.roles.tracing.trace import Use
+from frostlab.roles.tracing.passes.trace import Use
 
 SIDES = ("query", "key", "value")
 _DEPTH = 3  # longest chain of projections that is followed back from a side
@@ -284,6 +284,7 @@ class Attentions:
         listed: list[Attention] = []  # one for each product that does not score positions alone
         every: list[dict[str, Side]] = []  # both sides of each of these products
         hidden = False  # whether an operand of a product has no history
+        constant: list[Attention] = []  # products of two sides made of parameters alone
         added: list[Use] = []
         # products that an earlier attention has, too, as in residual attention
         earlier = self._asks.keys() & scores
@@ -314,6 +315,10 @@ class Attentions:
                 listed.append(Attention(kept, product, softmax._sequence_nr(), product))
                 every.append(sides)
                 position += [c for role in sides for c in projected[role]]
+            else:
+                constant.append(Attention(dict(sides), product, softmax._sequence_nr(), product))
+        if not listed and len(constant) == 1:  # learned tokens attend before any input comes in
+            listed, every = constant, [constant[0].sides]
         whole = [attention for attention in listed if len(attention.sides) == 2]
         if listed and not whole:  # the side made of parameters is a learned query, not positions
             position.clear()

@@ -17,7 +17,7 @@ from frostlab.roles.parts import Heads, Rows
 from frostlab.roles.tracing.attentions import Attention, Attentions
 from frostlab.roles.tracing.dependence import Group, is_plain, output_axis
 from frostlab.roles.tracing.graph import Contraction, Graph, shape_at
-from frostlab.roles.tracing.trace import Use
+from frostlab.roles.tracing.passes.trace import Use
 
 
 class Contradiction(UnknownArchitecture):

@@ -30,7 +30,7 @@ from frostlab.roles.tracing.graph import (
     saved_axis,
     shape_at,
 )
-from frostlab.roles.tracing.trace import Use
+from frostlab.roles.tracing.passes.trace import Use
 
 # An alias is a tensor that stands for one use of a parameter (`Use.alias`). Touched maps the id of
 # an alias to a mask for each of its axes: the indices at which there is a gradient.

@@ -8,7 +8,7 @@ its pieces are the parameters that store its rows if it has been split.
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,23 +16,23 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from frostlab.errors import BadInput, UnknownArchitecture, first_line
-from frostlab.roles.parts import ATTENTION_INPUTS, Heads, Place, Rows, Slot
+from frostlab.roles.parts import Heads, Place, Rows, Slot
 from frostlab.roles.tracing.attentions import SIDES, Attentions
 from frostlab.roles.tracing.claims import (
-    Contradiction,
     Finding,
     Indescribable,
     as_rows,
     is_short_convolution,
     read_claims,
 )
-from frostlab.roles.tracing.facts import Call
 from frostlab.roles.tracing.graph import CHECKPOINT, Graph, Node
-from frostlab.roles.tracing.inputs import MOST_CALLS, candidate_inputs, no_inputs
 from frostlab.roles.tracing.layers import Layers
-from frostlab.roles.tracing.small import Small, small_copy
+from frostlab.roles.tracing.passes.facts import Call
+from frostlab.roles.tracing.passes.inputs import MOST_CALLS, candidate_inputs, no_inputs
+from frostlab.roles.tracing.passes.small import Small, small_copy
+from frostlab.roles.tracing.passes.trace import Trace, tensors_in, traced, watched_copy
+from frostlab.roles.tracing.siblings import Measured, Placements, compare_layers
 from frostlab.roles.tracing.surroundings import Around
-from frostlab.roles.tracing.trace import Trace, tensors_in, traced, watched_copy
 from frostlab.roles.tracing.verify import Unsteady, verify
 from frostlab.roles.undisturbed import RunsItself
 
@@ -43,22 +43,10 @@ _SCANS = {"Cumsum", "Cumprod", "Logcumsumexp"}
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What the evidence says about one parameter: the rows of each role, and their heads."""
-
-    rows: Mapping[str, Rows] | None  # None: one role for all rows
-    heads: Mapping[str, Heads] = field(default_factory=dict)
-    axis: int | None = None
-    layout: str = "separate"
-    bias: bool = False
-    matmul: bool = False
-
-
-@dataclass(frozen=True)
 class Found:
     """The evidence for a model: placements by parameter name, and how they were tested."""
 
-    placements: dict[str, tuple[Measured, Place]]
+    placements: Placements
     attentions: int
     passes: int  # number of forward passes of the test
     # parameters that the outputs do not depend on, and whose role no other layer or expert shows
@@ -126,7 +114,7 @@ def _from_copy(small: Small, slots: Sequence[Slot], batch: Any) -> Found:
     found = _find(small.model, slots_of(small.model), batch)
     shapes = {name: tuple(p.shape) for name, p in small.model.named_parameters()}
     layers = Layers(_dimensions(slots), found.attention_names, {})
-    placements: dict[str, tuple[Measured, Place]] = {}
+    placements: Placements = {}
     for slot in slots:
         if slot.name not in small.names:
             raise UnknownArchitecture(f"{slot.name} is not in a copy that is built from the config")
@@ -218,7 +206,7 @@ def _roles_in(
         _recurrent(graph, attentions, layers, names),
     )  # fmt: skip
     around.find()
-    placements: dict[str, tuple[Measured, Place]] = {}
+    placements: Placements = {}
     for slot in slots:
         measured, role, cross = _measured(slot, findings, around)
         stack, indices = layers.place(slot.name)
@@ -229,11 +217,7 @@ def _roles_in(
     used = {*findings, *around.roles} - _silent(attentions, findings)
     unreached = [s.name for s in slots if not any(id(p.parameter) in used for p in s.pieces)]
     by_name = {slot.name: slot for slot in slots}
-    _copy_from_siblings(placements, unreached, by_name, layers)
-    _keep_experts(placements, layers)
-    _agree(placements, unreached, by_name, layers)
-    _leave_the_last(placements)
-    _name_first_norms(placements, layers)
+    compare_layers(placements, unreached, by_name, layers)
     _refuse_without_history(graph, slots, placements)
     return Found(placements, len(attentions.found), passes, tuple(unreached), pairs)
 
@@ -473,99 +457,3 @@ def _measured(
     rows_of = as_rows(labels)
     layout = "concatenated" if next(iter(rows_of.values())).repeats == 1 else "interleaved"
     return Measured(rows_of, heads, axis, layout, bias, matmul), kinds[0], cross
-
-
-def _keep_experts(placements: dict[str, tuple[Measured, Place]], layers: Layers) -> None:
-    """Remove the expert's index from the places of layers without a router."""
-    chosen = {layers.path(n) for n, (_, place) in placements.items() if place.role == "router"}
-    for name, (measured, place) in placements.items():
-        if place.expert is not None and layers.path(name) not in chosen:
-            placements[name] = (measured, replace(place, expert=None))
-
-
-def _copy_from_siblings(
-    placements: dict[str, tuple[Measured, Place]],
-    unreached: list[str],
-    slots: dict[str, Slot],
-    layers: Layers,
-) -> None:
-    """Give parameters that no token reached, such as experts', the roles of siblings.
-
-    A sibling is the same parameter in another layer, or else in another expert.
-    """
-    reached: dict[tuple[str, tuple[int, ...]], str] = {}
-    for name in placements:
-        if name not in unreached:
-            for form in (layers.in_any_layer(name), _without_numbers(name)):
-                reached.setdefault((form, slots[name].shape), name)
-    for name in list(unreached):
-        shape = slots[name].shape
-        sibling = reached.get((layers.in_any_layer(name), shape))
-        if sibling is None:  # look for one of another expert
-            sibling = reached.get((_without_numbers(name), shape))
-        if sibling is None:
-            continue
-        measured, place = placements[sibling]
-        own = placements[name][1]
-        expert = None if place.expert is None else layers.expert(name)
-        placements[name] = (
-            measured, Place(place.role, own.stack, own.layers, place.cross, expert),
-        )  # fmt: skip
-        unreached.remove(name)
-
-
-def _agree(
-    placements: Mapping[str, tuple[Measured, Place]],
-    unreached: Sequence[str],
-    slots: Mapping[str, Slot],
-    layers: Layers,
-) -> None:
-    """Raise Contradiction if a weight is, say, a value in one layer but not in another layer."""
-    first: dict[tuple[object, ...], tuple[str, set[str]]] = {}
-    for name, (measured, place) in placements.items():
-        roles = {place.role} if measured.rows is None else set(measured.rows)
-        if name in unreached or not place.layers or "recurrent" in roles:
-            continue
-        key = (place.stack, layers.in_any_layer(name), slots[name].shape)
-        other, before = first.setdefault(key, (name, roles))
-        if before & set(ATTENTION_INPUTS) != roles & set(ATTENTION_INPUTS):
-            raise Contradiction(
-                f"{other} is {' and '.join(sorted(before))}, but {name} is "
-                f"{' and '.join(sorted(roles))}"
-            )
-
-
-def _leave_the_last(placements: dict[str, tuple[Measured, Place]]) -> None:
-    """Replace the role `head` with the role of the same weight in other blocks.
-
-    No attention follows the last block, so weights of that block look like a head.
-    """
-    roles: dict[str, set[str]] = {}
-    for name, (_, place) in placements.items():
-        roles.setdefault(_of_any_block(name), set()).add(place.role)
-    for name, (measured, place) in placements.items():
-        if place.role == "head" and (others := roles[_of_any_block(name)] - {"head"}):
-            role = "other" if len(others) > 1 else next(iter(others))
-            placements[name] = (measured, replace(place, role=role))
-
-
-def _name_first_norms(placements: dict[str, tuple[Measured, Place]], layers: Layers) -> None:
-    """Call a weight a norm if it is one in another layer.
-
-    The norm of the first layer may be applied to parameters alone, such as learned queries.
-    """
-    norms = {layers.in_any_layer(n) for n, (_, p) in placements.items() if p.role == "norm"}
-    for name, (measured, place) in placements.items():
-        if place.role == "other" and place.layers and layers.in_any_layer(name) in norms:
-            placements[name] = (measured, replace(place, role="norm"))
-
-
-def _of_any_block(name: str) -> str:
-    """Return a name with `*` for its first number, unless that is in the last two segments."""
-    segments = name.split(".")
-    first = next((i for i, segment in enumerate(segments[:-2]) if segment.isdecimal()), None)
-    return name if first is None else ".".join([*segments[:first], "*", *segments[first + 1 :]])
-
-
-def _without_numbers(name: str) -> str:
-    return ".".join("*" if segment.isdecimal() else segment for segment in name.split("."))

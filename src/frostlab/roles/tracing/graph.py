@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from frostlab.roles.tracing.trace import PRODUCTS, PROJECTIONS, Record, Trace, Use
+from frostlab.roles.tracing.passes.trace import PRODUCTS, PROJECTIONS, Record, Trace, Use
 
 Node = Any  # a node of autograd's graph
 # operation → which of its inputs are multiplied

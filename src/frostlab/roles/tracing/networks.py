@@ -26,7 +26,7 @@ from frostlab.roles.tracing.graph import (
     saved_axis,
     shape_at,
 )
-from frostlab.roles.tracing.trace import Use
+from frostlab.roles.tracing.passes.trace import Use
 
 # Operations that are not part of an activation function.
 _LINEAR = SHAPES - {"Where"} | {

@@ -26,7 +26,7 @@ from frostlab.roles.tracing.graph import (
     shape_at,
 )
 from frostlab.roles.tracing.networks import Networks
-from frostlab.roles.tracing.trace import Use
+from frostlab.roles.tracing.passes.trace import Use
 
 # Operations after the projection of a router: they choose experts, make a weight for each expert,
 # or select some of these weights.

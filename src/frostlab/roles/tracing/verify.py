@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from frostlab.roles.tracing.attentions import Attention, Attentions, Side
 from frostlab.roles.tracing.claims import Contradiction, Finding, is_short_convolution
 from frostlab.roles.tracing.dependence import Touched, one_vector, touched
-from frostlab.roles.tracing.facts import Call
 from frostlab.roles.tracing.graph import Graph, Node
-from frostlab.roles.tracing.surroundings import Around
-from frostlab.roles.tracing.trace import (
+from frostlab.roles.tracing.passes.facts import Call
+from frostlab.roles.tracing.passes.trace import (
     PRODUCTS,
     PROJECTIONS,
     SUMS,
@@ -33,6 +32,7 @@ from frostlab.roles.tracing.trace import (
     traced,
     watched_copy,
 )
+from frostlab.roles.tracing.surroundings import Around
 
 _STILL = 1e-5  # largest change of a vector that has not moved, relative to the largest entry
 _MOVED = 1e-4  # smallest change of a vector that has moved, relative to the same

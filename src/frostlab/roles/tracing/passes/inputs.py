@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frostlab.roles.tracing.facts import (
+from frostlab.roles.tracing.passes.facts import (
     BATCH,
     LENGTH,
     TARGET_LENGTH,

@@ -338,6 +338,13 @@ def _decides(function: Any, name: str) -> bool:
     except (OSError, SyntaxError):  # its code cannot be read
         return True
     own = {"config", *function.__code__.co_varnames[:1]}  # a method's first argument: the module
+    asked = {  # what is compared or divided with a remainder, such as `(index + 1) % 4 == 0`
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod | ast.FloorDiv))
+        for inner in ast.walk(node)
+    }
     harmless: set[int] = set()  # entries of caches, comparisons with None, and arithmetic
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -348,7 +355,11 @@ def _decides(function: Any, name: str) -> bool:
             harmless.add(id(node.slice))
         elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot):
             harmless.add(id(node.left))
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, _ARITHMETIC):
+        elif (
+            isinstance(node, ast.BinOp)
+            and id(node) not in asked
+            and isinstance(node.op, _ARITHMETIC)
+        ):
             harmless |= {id(node.left), id(node.right)}
     return any(
         isinstance(node, ast.Attribute) and node.attr == name and id(node) not in harmless

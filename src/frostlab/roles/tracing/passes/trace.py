@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from frostlab.roles.tracing.facts import Call
-from frostlab.roles.tracing.norms import ADDS, FUSED_NORMS, Norms, Step, fixed_norm
+from frostlab.roles.tracing.passes.facts import Call
+from frostlab.roles.tracing.passes.norms import ADDS, FUSED_NORMS, Norms, Step, fixed_norm
 from frostlab.roles.undisturbed import seeded, shared_copy
 
 _NOISY_SIZE = 1 << 16  # parameters up to this size get noise, so that none is all zeros or ones
