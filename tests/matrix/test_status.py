@@ -312,7 +312,7 @@ def test_stop_leaves_a_request_for_the_driver(store: Path) -> None:
         set_state(store, "stopping")
         assert call(app, ["stop", "mine", "--runs", str(runs)]).output == "mine ends at once\n"
         for name, reason in (
-            ("small-none-s0", "small-none-s0 is finished; only what runs or waits can be stopped"),
+            ("small-none-s0", "is finished; only a run that trains or waits can be stopped"),
             ("small-oelm", "could be small-oelm-s0, small-oelm-s1"),
             ("small-olm-s2", "is no run of mine; did you mean `small-oelm-s"),
         ):

@@ -323,7 +323,7 @@ def test_the_named_treatments() -> None:
         ("head", "all but head: frozen; the rest trains"),
         ({"init": [{"method": "randomize", "select": ["up", "down"], "std": "match"}],
           "freeze": ["up", "down", "!layers[0]"]},
-         "up and down: random normal, with the norm of each matrix before; "
+         "up and down: random normal, with the norm that each matrix had before; "
          "up and down but layers[0]: frozen; the rest trains"),
         ({"init": [{"method": "registered", "name": "mine"}], "freeze": ["key"]},
          "changed by the registered function mine; key: frozen; the rest trains"),

@@ -38,8 +38,8 @@ def bench(
         typer.Option(
             min=0,
             metavar="S",
-            help="End each timing after S seconds, but not before three rounds (or the rounds of "
-            "--rounds, if these are fewer); a benchmark can have several timings.",
+            help="Start no further round after S seconds, but take at least three (or as many as "
+            "--rounds says, if fewer). A benchmark with several results has S seconds for each.",
         ),
     ] = None,
     data_dir: DataDir = None,

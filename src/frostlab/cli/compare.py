@@ -253,7 +253,10 @@ def compare(
 def _runner_of(
     places: "Places", jobs: int, device: str | None, data_dir: Path | None
 ) -> "Callable[[], Runner]":
-    """Return a function that makes the runner; refuse options that exclude each other."""
+    """Return a function that makes the `Runner`, which trains the runs of a comparison.
+
+    Options that exclude each other are refused.
+    """
     chosen = places != type(places)()  # not the default
     if chosen and (jobs > 1 or device is not None):
         other = "--jobs" if jobs > 1 else "--device"

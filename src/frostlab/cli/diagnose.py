@@ -1,7 +1,7 @@
 """`frostlab diagnose`: report which parts of a model do not learn, for a run or a recipe.
 
 A part is all tensors of one role, such as query, in one layer or outside the layers. A flow holds
-the measurements of a stage of a run.
+the measurements of one stage (phase) of a run.
 """
 
 import json

@@ -86,8 +86,8 @@ def commands(
 ) -> None:
     """Freeze or change parts of a transformer, train it, and measure what that changes.
 
-    Exit codes: 0 success; 1 failure, or a problem that diagnose, verify, data check or
-    --check found; 2 bad input.
+    Exit codes: 0 success; 1 failure, or a problem found by diagnose, verify, data check, or
+    run or matrix with --check; 2 bad input.
     """
 
 
@@ -129,7 +129,7 @@ app.add_typer(_data, name="data", help="Check or fetch the data sets and models 
 def main() -> None:
     """Run a command; print a `FrostlabError` on one line, and exit with 2 (bad input) or 1."""
     _quiet_libraries()
-    _print_anything()
+    _escape_unprintable()
     try:
         check_variables()
         app()
@@ -160,7 +160,7 @@ def _format_warning(message: Any, category: Any, *place: Any, **more: Any) -> st
     return printable(_FORMAT_WARNING(message, category, *place, **more))
 
 
-def _print_anything() -> None:
+def _escape_unprintable() -> None:
     """Escape characters that the terminal's encoding lacks, and control characters in warnings."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -128,7 +128,7 @@ def stop(
     (run,) = matches
     states = {row.name: row.state for row in read_status(runs, folder.name).runs}
     if states[run] not in ("running", "pending", "waiting"):
-        raise BadInput(f"{run} is {states[run]}; only what runs or waits can be stopped")
+        raise BadInput(f"{run} is {states[run]}; only a run that trains or waits can be stopped")
     folder.request(stop=run)
     begun = states[run] == "running"
     echo(f"{run} stops; it writes a checkpoint first" if begun else f"{run} will not be started")

@@ -91,7 +91,7 @@ def _recipes(name: str, settings: dict[str, Any]) -> "dict[str, Recipe]":
 
     if is_group_source(name):
         return load_group(name).recipes(settings)
-    data_set, _, language = name.partition("/")
+    data_set, _, language = name.partition("/")  # such as xnli/zh
     if data_set in PUBLIC_SETS:
         classes = PUBLIC_SETS[data_set].classes
         data = {"name": data_set, "task": "language" if classes is None else "classification"}
@@ -106,7 +106,7 @@ def _recipes(name: str, settings: dict[str, Any]) -> "dict[str, Recipe]":
 def _lines(needs: "list[Need]") -> list[str]:
     """Return a table of all needs, with notes on those that are missing or incomplete."""
     if not needs:
-        return ["nothing needs to be downloaded: the data are generated on this machine"]
+        return ["nothing needs to be downloaded: the data come from this machine"]
     rows = [
         (need.kind, need.name, need.state, _size(need.size), need.place or NONE) for need in needs
     ]

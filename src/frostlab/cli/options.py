@@ -24,7 +24,7 @@ DataDir = Annotated[
 Device = Annotated[
     str | None,
     typer.Option(
-        "--device", metavar="DEVICE",  # typer 0.27 makes --DEVICE of a metavar alone
+        "--device", metavar="DEVICE",  # without the name, typer 0.27 calls the option --DEVICE
         help="Device to use: auto, cpu, cuda, cuda:2 or mps (default: the recipe's)."
     ),
 ]  # fmt: skip
@@ -145,7 +145,10 @@ Wide = Annotated[
     bool, typer.Option("--wide", help="Show everything, even if it is wider than the terminal.")
 ]
 WideCheck = Annotated[
-    bool, typer.Option("--wide", help="With --check, show everything, even if it is too wide.")
+    bool,
+    typer.Option(
+        "--wide", help="With --check, show everything, even if it is wider than the terminal."
+    ),
 ]
 
 

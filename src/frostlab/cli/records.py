@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from frostlab.records.finding.index import Summary
 
 _COMPARISONS = Path("comparisons")  # where `frostlab compare` puts them
+# The last condition in a list: what comes before it, a minus, its key, its sign and its value.
 _LAST_KEY = re.compile(r"(.*,)?\s*(-?)([^,=!<>~]*)(?:(!=|<=|>=|=|<|>|~)([^,]*))?", re.DOTALL)
 
 
@@ -164,7 +165,7 @@ def show(
 
 
 def _find(text: str, runs: Path) -> Path:
-    """Return the folder of the run or comparison that a text names."""
+    """Return the folder of the run, comparison or group that a text names."""
     from frostlab.records.finding.index import find_run, is_comparison, is_group, is_run
 
     for folder in (Path(text), runs / text, _COMPARISONS / text):

@@ -194,7 +194,8 @@ def run(
         return
     from frostlab.devices import find_device, start_device
 
-    start_device(find_device(loaded.train.device))  # while the modules of training are imported
+    # The device starts in a thread, while the modules of training are imported.
+    start_device(find_device(loaded.train.device))
     from frostlab.records.finding.show import show
     from frostlab.timing.clock import process_began
     from frostlab.training.run import run as run_recipe

@@ -3,8 +3,8 @@
 `--check` is an option of `frostlab matrix` and `frostlab run`. It shows how long the runs would
 take, how much memory and disk they need, and which cannot run. The time is that of steps,
 evaluations during training, the final evaluation (the best weights on the report split) and
-checkpoints; each is measured on a few batches and extrapolated. Not included are the time to start
-a run, and the time in which a language model writes texts at the end of its run.
+checkpoints; a few of each are timed, and the rest is extrapolated. Not included are the time to
+start a run, and the time in which a language model writes texts at the end of its run.
 """
 
 import gc
@@ -53,7 +53,7 @@ _TIMED_STEPS = 3
 _TIMED_BATCHES = 2  # timed batches of an evaluation
 _TIMED_SECONDS = 0.5  # short work is repeated and timed for about this long
 _REPEATS = 50  # most repetitions of short work
-_WARM_UP_STEPS = 3  # the second step records the CUDA graph of a captured step
+_WARM_UP_STEPS = 3
 _CHECKPOINTS_KEPT = 3  # checkpoints on the disk at once: the best one and the newest two
 _RECORD_BYTES = 2_000_000  # smallest size of a run's files without checkpoints and events
 _BYTES_PER_STEP = 60  # about what a step adds to events.jsonl
@@ -132,6 +132,8 @@ def _check(name: str, recipe: Recipe, runs: int, data_dir: Path | None, device: 
             seed_step(recipe.seed, index, 0, place)
             step(feed(rows), feed.examples.scored(rows), 0.0)
 
+        # A captured step records its CUDA graph when it gets a shape for the second time, so all
+        # warm-up steps but the last have the same batch.
         for index in range(_WARM_UP_STEPS):
             take(0 if index < _WARM_UP_STEPS - 1 else index)
 
@@ -234,7 +236,7 @@ def _counts(recipe: Recipe, prepared: PreparedData, stages: Sequence[Stage]) -> 
         evaluates = due(recipe.evaluate.every, stage.steps)
         evaluations += len(evaluates)
         checkpoints += len(evaluates | due(recipe.train.checkpoint, stage.steps))
-    return evaluations, checkpoints + len(stages) - 1
+    return evaluations, checkpoints + len(stages) - 1  # one more between any two stages
 
 
 def _largest_batches(feed: Feed) -> list[Any]:

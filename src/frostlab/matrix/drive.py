@@ -42,7 +42,7 @@ from frostlab.training.loop import interruptions
 from frostlab.typed import read
 
 _STATE_SECONDS = 0.5  # the least time between two writings of state.json
-_LONGEST_SECONDS = 5.0  # the most time between two writings, even if nothing else has changed
+_LONGEST_SECONDS = 5.0  # the most time between two writings, even if the state has not changed
 _PLAN_SECONDS = 2.0  # time between two checks whether the plan's file has changed
 _NOTIFY_SECONDS = 60.0  # the most time that the command of --notify may take
 _FAILED = ("failed", "crashed", "refused", "blocked")
@@ -52,14 +52,14 @@ _FAILED = ("failed", "crashed", "refused", "blocked")
 class Ends:
     """How the runs of a matrix ended, in this call and before."""
 
-    # finished, diverged, failed, stopped, missing or waiting → number of runs
+    # finished, diverged, failed, stopped, missing, left out or waiting → number of runs
     counts: dict[str, int]
     stopped: bool
     seconds: float
 
     @property
     def failed(self) -> int:
-        """The number of runs that failed in any way, diverged, or lack data."""
+        """The number of runs that failed in any way, diverged, or lack something, such as data."""
         return sum(self.counts.get(word, 0) for word in ("failed", "diverged", "missing"))
 
     @property
@@ -110,7 +110,9 @@ def prepare_matrix(plan: MatrixPlan, folder: MatrixFolder) -> Prepared:
     left, left_out = list[Task](), list[str]()
     for task in tasks_of(plan, folder.runs):
         if task.path.is_symlink():
-            raise BadInput(f"{task.path} is a link; runs are written only inside their folder")
+            raise BadInput(
+                f"{task.path} is a link; runs are written only inside the folder of runs"
+            )
         if not is_done(task):
             check_begun(task)
             if task.path.name in chosen:
@@ -153,7 +155,7 @@ def drive(
 
 
 class _Driver:
-    """The state of a driver while it works."""
+    """A driver at work: it runs the queue, answers requests and writes the state."""
 
     def __init__(
         self,
@@ -176,9 +178,9 @@ class _Driver:
             for run in plan.runs if run.missing is not None
         }  # fmt: skip
         self._attempts: Counter[str] = Counter()
-        self._since: dict[Path, float] = {}
-        self._written = self._looked = 0.0
-        self._last: DriverState | None = None
+        self._since: dict[Path, float] = {}  # folder of a running run → when it began
+        self._written = self._looked = 0.0  # when state.json was written, and the plan looked at
+        self._last: DriverState | None = None  # the last state that was written
         self._notices = ThreadPoolExecutor(1)  # starts the command of --notify
         self._plan_time = self._modified()
 
@@ -215,7 +217,7 @@ class _Driver:
         return ends
 
     def _say_diverged(self) -> None:
-        """Say which runs diverged in an earlier call; their seeds would diverge again."""
+        """Show which runs diverged in an earlier call; with the same seed, they would again."""
         for run in self._plan.runs:
             path = self._folder.runs / run.name
             if run.missing is None and _status(path) == "diverged":
@@ -238,14 +240,14 @@ class _Driver:
             self._states.pop(name, None)
             if outcome.kind == "diverged":
                 self._notify(name, "diverged")
-        waiting = len(self._queue.waiting) + len(self._queue.executor.running())
+        rest = len(self._queue.waiting) + len(self._queue.executor.running())
         passed = time.time() - self._began
         text = outcome.text if outcome.kind == "finished" else f"{outcome.kind}: {outcome.text}"
         # The text of a stopped run mentions `--resume`, but here the matrix's command continues it.
         text = "stopped" if outcome.kind == "stopped" else text
         self._say(
-            f"run {count} of {count + waiting}  {task.about}  {text}  "
-            f"{outcome.seconds:.0f} s; {hms(passed / count * waiting)} left"
+            f"run {count} of {count + rest}  {task.about}  {text}  "
+            f"{outcome.seconds:.0f} s; {hms(passed / count * rest)} left"
         )
 
     def _turn(self) -> None:
@@ -270,7 +272,7 @@ class _Driver:
         if name == EVERYTHING:
             self._stop_requests += 1
             if self._stop_requests > 1:
-                raise KeyboardInterrupt
+                raise KeyboardInterrupt  # the queue then ends the running tasks
         elif isinstance(name, str) and self._plan.run(name) is not None:
             if self._queue.drop(self._folder.runs / name):
                 self._say(f"{name} is stopped")
@@ -282,7 +284,7 @@ class _Driver:
                 self._say(f"no runs were added: {error}")
 
     def _add(self, other: MatrixPlan) -> None:
-        """Add the runs of another plan to the queue that are new or were left out; store them."""
+        """Add another plan's runs to the queue if they are new or were left out; store the plan."""
         plan, added = merged(self._plan, other)
         left_out = {run.name for run in other.runs if _is_left_out(self._states.get(run.name))}
         names = {run.name for run in added} | left_out
@@ -403,8 +405,8 @@ def _status(path: Path) -> str:
 
 def _summary(name: str, ends: Ends) -> str:
     parts = [f"{count} {word}" for word, count in sorted(ends.counts.items())]
-    told = "stopped; the same command continues it" if ends.stopped else "ended"
-    return f"{name} {told}: {', '.join(parts)}, {hms(ends.seconds)}"
+    how = "stopped; the same command continues it" if ends.stopped else "ended"
+    return f"{name} {how}: {', '.join(parts)}, {hms(ends.seconds)}"
 
 
 def add_to_live(plan: MatrixPlan, folder: MatrixFolder) -> int:

@@ -31,7 +31,7 @@ def multi_process_service() -> Iterator[Mps]:
     if shutil.which(_CONTROL) is None:
         yield Mps(refusal=f"{_CONTROL} is not installed")
         return
-    # A Unix socket's path may have only about 100 characters.
+    # The folder of the pipes needs a short path: a Unix socket's has at most about 100 characters.
     with tempfile.TemporaryDirectory(prefix="mps-") as own:
         variables = {"CUDA_MPS_PIPE_DIRECTORY": own, "CUDA_MPS_LOG_DIRECTORY": own}
         refusal = _start(variables)

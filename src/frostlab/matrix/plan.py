@@ -37,7 +37,7 @@ _ENDINGS = (".yaml", ".yml")
 _GROUP_KEYS = {"experiments", "published", "fair"}  # a file with one of them is a group's
 _MOST_RUNS = 100_000
 _MOST_SEEDS = 10_000
-_ON_ONE_DEVICE = ("auto", "cuda", "cpu", "mps")  # allowed values of `train.device`
+_DEVICE_KINDS = ("auto", "cuda", "cpu", "mps")  # allowed values of `train.device`
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 _ALLOWED = {  # key of a matrix's file → its allowed values, for errors
     "about": "a text",
@@ -83,7 +83,7 @@ class _Variant:
 
     id: str
     recipe: Recipe
-    optional: bool = False
+    optional: bool = False  # whether the published studies only suggest it
     baseline: str | None = None  # id of its baseline; None: it is a baseline itself, or has none
 
 
@@ -98,6 +98,8 @@ def matrix_plan(
 ) -> MatrixPlan:
     """Return the checked plan of a matrix.
 
+    A run whose data, tokenizer or weights are not on this machine is marked as missing.
+
     Args:
         source: the name of a shipped group, or a YAML file of a group or a matrix.
         seeds: the seeds of every recipe; None: those of the file or, for a group, each recipe's
@@ -105,14 +107,14 @@ def matrix_plan(
         settings: settings that are changed in every recipe; `scale` is one of them.
         only: ids of the recipes to run; all if it is empty.
         stand_in: a function that replaces the missing parts of a recipe by stand-ins.
-        data_dir: the folder of the data sets; a run whose data are not there is marked as missing.
+        data_dir: the folder in which data sets are looked for first.
     """
     name, variants, own_seeds = _variants(source, dict(settings or {}))
     variants = _chosen(variants, list(only), name)
     if stand_in is not None:
         variants = [replace(variant, recipe=stand_in(variant.recipe)) for variant in variants]
     for variant in variants:
-        if variant.recipe.train.device not in _ON_ONE_DEVICE:
+        if variant.recipe.train.device not in _DEVICE_KINDS:
             raise BadInput(
                 f"{variant.id}: train.device {variant.recipe.train.device} names one device; "
                 "use auto, and choose devices with --devices"
@@ -177,7 +179,7 @@ def matrix_from(values: dict[str, Any], label: str) -> MatrixFile:
 
 
 def _check_grid(settings: object, label: str) -> None:
-    """Refuse a grid of settings with a key that has no list of values, or too many combinations."""
+    """Refuse a grid in which a key has no list of values, or which has too many combinations."""
     if not isinstance(settings, dict):
         return
     for key, values in settings.items():
@@ -264,15 +266,16 @@ def _with_treatment(name: str, treatment: str | None) -> str:
 
 
 def _with_baselines(variants: Sequence[_Variant]) -> Iterator[_Variant]:
-    """Give a treated recipe, as its baseline, the untreated one that is otherwise the same."""
-    untreated = {_apart(v.recipe): v.id for v in variants if _is_untreated(v.recipe)}
+    """Set each treated recipe's baseline: the untreated recipe that is otherwise the same."""
+    untreated = {_digest_of_rest(v.recipe): v.id for v in variants if _is_untreated(v.recipe)}
     for variant in variants:
-        baseline = None if _is_untreated(variant.recipe) else untreated.get(_apart(variant.recipe))
+        recipe = variant.recipe
+        baseline = None if _is_untreated(recipe) else untreated.get(_digest_of_rest(recipe))
         yield replace(variant, baseline=baseline)
 
 
-def _apart(recipe: Recipe) -> str:
-    """Return a digest of everything in a recipe except its treatment."""
+def _digest_of_rest(recipe: Recipe) -> str:
+    """Return a digest of everything in a recipe except its treatment and description."""
     return digest_of({**recipe.to_dict(), "treatment": None, "about": None})
 
 
@@ -411,7 +414,7 @@ def merged(old: MatrixPlan, new: MatrixPlan) -> tuple[MatrixPlan, list[PlannedRu
         listed = ", ".join(changed[:5]) + f" and {len(changed) - 5} more" * (len(changed) > 5)
         raise BadInput(
             f"the plan of {old.name} has changed: {listed} would have another recipe; finish the "
-            "old plan first, or give the new one another name or --runs"
+            "old plan first, rename the new plan's file, or choose another folder with --runs"
         )
     missing = {run.name: run.missing for run in new.runs}  # data may have been fetched since
     kept = [replace(run, missing=missing.get(run.name, run.missing)) for run in old.runs]

@@ -44,7 +44,7 @@ class Executor(Protocol):
         """Ask tasks to stop after a step, with a checkpoint."""
 
     def close(self, reason: Reason = "done") -> None:
-        """Release what the executor holds; tasks that still run end at once.
+        """Release what the executor holds, and end tasks that still run.
 
         The exception is `failed` on Slurm: jobs go on, because the next driver finds them again.
         """
@@ -59,7 +59,8 @@ class Queue:
 
     Args:
         asked_to_stop: a function that returns whether the queue should stop.
-        each_turn: a function that is called several times a second, and after every end of a task.
+        each_turn: a function that is called several times a second, and after every end of a task;
+            while a task runs in this process, it is not called.
         say: a function that shows a line.
     """
 
@@ -91,7 +92,7 @@ class Queue:
         reason: Reason = "failed"
         try:
             while True:
-                self._each_turn()  # it may add tasks, even after the last end of one
+                self._each_turn()  # it may add tasks, even after the last task has ended
                 if stopping:
                     self.waiting.clear()
                 if not (self.waiting or self.executor.running()):

@@ -266,11 +266,11 @@ def _train(
     for piece in pieces:
         receiver.apply(piece)
     sender.skip_present()
-    ended, sent = threading.Event(), threading.Lock()
+    ended, sending = threading.Event(), threading.Lock()
     written = output.open("rb")  # the run's output
 
     def send() -> None:
-        with sent:
+        with sending:
             begin = written.tell()
             try:
                 with sender.sending() as changed:
@@ -283,7 +283,7 @@ def _train(
 
     def follow() -> None:
         while not ended.wait(_SEND_SECONDS):
-            with suppress(Exception):  # a lasting problem is raised by the call after the run
+            with suppress(Exception):  # the `send` after the run raises a problem that lasts
                 send()
 
     thread = threading.Thread(target=follow, daemon=True)
@@ -297,10 +297,10 @@ def _train(
     finally:
         ended.set()
         thread.join()
-    words = f"{outcome.kind}: {outcome.text}\n".encode()
+    last_line = f"{outcome.kind}: {outcome.text}\n".encode()
     try:
         send()
-        ray.get(store.write.remote(path, [], log, words))
+        ray.get(store.write.remote(path, [], log, last_line))
     finally:
         written.close()
         shutil.rmtree(folder.parent, ignore_errors=True)

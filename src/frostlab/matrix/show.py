@@ -40,7 +40,7 @@ _ORDER = ("running", *FAILED, "diverged", "stopped", "interrupted", "pending", "
 
 @dataclass(frozen=True)
 class OverviewRow:
-    """One experiment or arm; without results, it has not been run yet."""
+    """One experiment or arm; by default, one that has not been run."""
 
     phase: str  # the group of experiments, or the comparison
     id: str  # the experiment's id, or the arm's name

@@ -110,7 +110,7 @@ def parse_devices(text: str | None) -> list[str]:
 def free_devices(names: Sequence[str], chosen: bool, when_idle: bool) -> list[str]:
     """Return the devices that no other program uses.
 
-    If the user has `chosen` the devices, BadInput is raised for one that is in use. With
+    BadInput is raised if all are in use or, if the user has `chosen` the devices, if one is. With
     `when_idle`, all are returned, because the queue waits for them.
     """
     if when_idle:

@@ -2,7 +2,7 @@
 
 Shortly before its time limit, a job's run stops with a checkpoint, and the job is requeued and goes
 on from there. The folder of runs must be on a file system that the nodes share. States are read
-with squeue, because sacct needs a data base that many clusters do not have.
+with squeue, because sacct needs a database that many clusters do not have.
 """
 
 import json
@@ -128,8 +128,8 @@ def warning_seconds(minutes: int) -> int:
     """Return how long before the time limit Slurm should send its signal, by default.
 
     It is a sixth of the limit, but at least 10 s and at most 90 s. Short jobs get a late signal,
-    because Slurm looks at its jobs only twice a minute: the signal may come half a minute too
-    early, and a signal kills Python while it is still importing.
+    because Slurm checks time limits only twice a minute: the signal may come half a minute too
+    early, and it kills a Python process that is still importing modules.
     """
     least, most = _WARNING_SECONDS
     return max(least, min(most, 60 * minutes // 6))
@@ -234,7 +234,7 @@ class SlurmJobs:
         self._refusal: str | None = None  # why sbatch refused the last job array
         self._next_try = 0.0  # when jobs may be submitted, by the monotonic clock
         self._gone: dict[str, float] = {}  # job → when squeue first called it ended
-        self._known = self._stored()
+        self._known = self._stored()  # a run's name → its job, also of an earlier call
 
     def _stored(self) -> dict[str, str]:
         try:
@@ -390,7 +390,7 @@ class SlurmJobs:
         self._submit()
         self._looked = -_LOOK_SECONDS
         self._look()
-        for task in self._undecided:
+        for task in self._undecided:  # their earlier jobs may be alive
             self._jobs[task.path] = self._known[task.path.name]
         self._undecided.clear()
         for path in paths:

@@ -131,8 +131,8 @@ def _unplanned(record: Summary) -> RunStatus:
     return _row(run, record, "interrupted")
 
 
-def _row(run: PlannedRun, record: Summary | None, interrupted: str) -> RunStatus:
-    """Return what the plan and the record say; an interrupted run gets the state `interrupted`."""
+def _row(run: PlannedRun, record: Summary | None, if_interrupted: str) -> RunStatus:
+    """Return what the plan and the record say; `if_interrupted` is an interrupted run's state."""
     planned = (run.name, run.id, run.phase, run.data, run.method, run.seed)
     if record is None:
         return RunStatus(*planned, "waiting", run.baseline, run.optional, metric=run.metric)
@@ -140,7 +140,7 @@ def _row(run: PlannedRun, record: Summary | None, interrupted: str) -> RunStatus
     reported = (record.report or {}).get(metric)
     return RunStatus(
         *planned,
-        interrupted if record.status == "interrupted" else record.status,
+        if_interrupted if record.status == "interrupted" else record.status,
         run.baseline,
         run.optional,
         step=record.steps,
@@ -200,7 +200,7 @@ def _progress(path: Path) -> tuple[int | None, int | None, float | None, float |
             speed = 1e3 / median if median > 0 else None
         if isinstance(event, StageEvent) or loss is not None:
             break
-    # Only the stage is looked for from here on: a long run has many steps to parse.
+    # From here on, only the stage is looked for, so that a long run's many steps are not parsed.
     stage = event if isinstance(event, StageEvent) else latest.next(StageEvent)
     return step, None if stage is None else stage.step + stage.steps, loss, speed
 

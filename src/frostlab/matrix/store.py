@@ -86,14 +86,15 @@ class DriverState:
     """The content of state.json."""
 
     schema: int  # `SCHEMA` when it was written
-    status: str  # running, waiting, stopping, stopped, finished
+    status: str  # running, waiting (for a disk), stopping, stopped or finished
     pid: int  # id of the driver's process
     host: str  # name of its machine
     began: float  # s since 1970
     updated: float  # s since 1970
     places: str  # the devices, or the cluster
     at_once: int  # the most runs at the same time
-    runs: dict[str, RunState] = field(default_factory=dict)  # by name, if there is anything to say
+    # by name; without runs that wait for their turn, and without finished and diverged ones
+    runs: dict[str, RunState] = field(default_factory=dict)
     note: str | None = None  # why no run is started, such as a full disk
 
 
@@ -139,14 +140,17 @@ class MatrixFolder:
         return path
 
     def state(self) -> DriverState | None:
-        """Return what the driver last wrote; None if it has written nothing readable."""
+        """Return what the driver last wrote; None if it has written nothing readable.
+
+        If the driver has ended without finishing the matrix, the status is `stopped`.
+        """
         path = self.path / _STATE
         try:
             state = read(DriverState, check_schema(read_json(path), SCHEMA, path), path)
         except (OSError, BadInput):
             return None
         if state.status != "finished" and not self.is_live(state):
-            return replace(state, status="stopped", runs=_ended(state.runs))
+            return replace(state, status="stopped", runs=_without_live(state.runs))
         return state
 
     def is_live(self, state: DriverState) -> bool:
@@ -196,7 +200,7 @@ def _request_in(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _ended(runs: dict[str, RunState]) -> dict[str, RunState]:
+def _without_live(runs: dict[str, RunState]) -> dict[str, RunState]:
     """Return the states without those of runs that were running or pending."""
     return {name: run for name, run in runs.items() if run.state not in ("running", "pending")}
 

@@ -97,7 +97,7 @@ def run_task(
         return Outcome(kind, text, time.monotonic() - began)
 
     try:
-        if is_done(task):  # by a worker that outlived its driver
+        if is_done(task):  # a worker that outlived its driver has trained it
             return outcome("finished", "it was done already")
         record = run(
             task.recipe, name=task.name, out=task.path, resume=task.path.exists(),

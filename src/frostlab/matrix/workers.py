@@ -233,7 +233,8 @@ def _make_turns(slots: Sequence[Slot]) -> tempfile.TemporaryDirectory[str] | Non
     """Make a folder for each device where not all runs may take steps at once (`Slot.training`).
 
     The folder has as many files as runs may take steps at once; a run takes steps only while it
-    has locked one of the files (`launcher.Turn`). Return None if there is no such device.
+    has locked one of the files (`launcher.Turn`). Return the temporary folder that holds these
+    folders, or None if there is no such device.
     """
     if all(slot.training is None for slot in slots):
         return None
@@ -263,10 +264,10 @@ def _serve(
     """Run the tasks that arrive until None arrives or the parent has ended."""
     os.environ.update(variables)  # before torch looks for devices
     if hasattr(os, "setpgrp"):
-        os.setpgrp()  # else Ctrl-C would reach it twice: directly, and through the parent
+        os.setpgrp()  # else Ctrl-C would reach a worker twice: directly, and through the parent
     threading.Thread(target=_end_with_parent, daemon=True).start()
     active = _stop_before_training()
-    import frostlab.training.run  # noqa: F401  (torch, before the first task)
+    import frostlab.training.run  # noqa: F401  (imports torch before the first task)
 
     first = True
     with contextlib.suppress(EOFError, OSError):

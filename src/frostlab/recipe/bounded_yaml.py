@@ -58,8 +58,8 @@ def parse_yaml(text: str, where: str) -> Any:
 def check_plain(value: Any, where: str, most: int = MOST_VALUES) -> None:
     """Refuse values that are too many or nested too deeply, and unusual texts and numbers.
 
-    These are texts with a null character or a lone surrogate, and numbers that are infinite, NaN or
-    very long. `most` is the largest number of values; lists and mappings count too.
+    Unusual are texts with a null character or a lone surrogate, and numbers that are infinite, NaN
+    or very long. `most` is the largest number of values; lists and mappings count too.
     """
     unchecked: list[tuple[Any, tuple[str, ...]]] = [(value, ())]
     count = 0
@@ -110,7 +110,8 @@ class _Loader(yaml.SafeLoader):
     Unlike PyYAML's, it reads 1e-4 as a number and 2024-01-01 as text, and refuses repeated keys.
     """
 
-    # Only these types, numbers and booleans are known; other types, such as !!binary, are refused.
+    # Null, texts, lists and mappings; numbers and booleans are added below the class. Other types,
+    # such as !!binary, are refused.
     yaml_constructors: ClassVar[dict[Any, Any]] = {
         tag: constructor
         for tag, constructor in yaml.SafeLoader.yaml_constructors.items()

@@ -84,7 +84,7 @@ def _describe(path: list[Any], errors: list[ErrorDetails], values: dict[str, Any
 
 
 def _expectation(details: ErrorDetails) -> str:
-    """Return the valid values of an error as text."""
+    """Return a text that says which values would be valid instead."""
     if choices := _choices(details):
         return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
     text = _EXPECTED.get(details["type"])

@@ -1,7 +1,7 @@
 """Loading of recipes: YAML files, the files they extend, and settings on top.
 
 A file that another file extends is its parent. Settings, such as those of --set, replace values of
-a recipe.
+a recipe. `Layers` merges files and settings.
 """
 
 import copy

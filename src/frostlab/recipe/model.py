@@ -122,11 +122,13 @@ class ConformerModel(ModelSettings):
     residual: Literal["none", "plain", "gated"] = "gated"  # connection around all layers
     # initial bias of the gate: 0 mixes layers and residual about equally, 4 is almost only layers
     gate_bias: float = 0.0
-    gradient_scale: Annotated[float, Field(gt=0)] = 2.0  # factor of the gradient into the layers
+    # factor on the gradient that flows back into the layers
+    gradient_scale: Annotated[float, Field(gt=0)] = 2.0
     head: Literal["linear", "mlp"] = "mlp"
     norm: Literal["batch", "layer", "group"] = "batch"  # norm in the convolution module
     attention: Literal["plain", "relative"] = "plain"  # relative: with relative positions
-    unseen: Literal["mean", "none"] = "mean"  # embedding of an unseen subject: the mean, or zeros
+    # embedding of an unseen subject: the mean over the subjects trained on, or zeros
+    unseen: Literal["mean", "none"] = "mean"
     # published: layers, channel attention and initial weights of the authors' code
     variant: Literal["frostlab", "published"] = "frostlab"
 

@@ -118,8 +118,9 @@ class _Scaling:
 
     def _scale_windows(self, data: EEGData) -> None:
         loss, sizes = self.recipe.loss, self.sizes
-        pooled = max(loss.scales or SCALES) if loss is not None else max(SCALES)
-        self.limit("data", "length", max(sizes.samples, 2 * pooled))
+        largest = max(loss.scales or SCALES) if loss is not None else max(SCALES)
+        # The multiscale loss needs two averages of a window, also at its largest scale.
+        self.limit("data", "length", max(sizes.samples, 2 * largest))
         if data.windows is not None:
             self.limit("data", "windows", sizes.windows)
         if not isinstance(data, SimulatedEEG):
@@ -170,7 +171,7 @@ class _Scaling:
                 if stage["patience"] is not None:
                     stage["patience"] = min(stage["patience"], sizes.epochs)
         warmup, steps = self.recipe.optim.warmup, train.steps
-        if warmup >= 1:  # warm-up steps become a share; 10 % if train.steps is null or no larger
+        if warmup >= 1:  # these steps become a share; 10 % if train.steps is null or no larger
             share = warmup / steps if steps is not None and warmup < steps else 0.1
             self.set("optim", "warmup", float(f"{min(share, 0.5):g}"))
 

@@ -25,7 +25,7 @@ class MetricFacts:
     # default margin of a comparison: the largest disadvantage against the baseline that it accepts
     margin: float | None = None
     bounds: tuple[float, float] = (-math.inf, math.inf)  # the least and the largest possible value
-    form: Literal["number", "percent", "r"] = "number"  # how pages show it
+    form: Literal["number", "percent", "r"] = "number"  # how pages show it; r: correlation
     target: float | None = None  # for `frostlab diagnose`, if evaluate.target is null
 
     @property
@@ -87,7 +87,8 @@ class OptimizerFacts:
 
     moments: int  # tensors of a parameter's size that it keeps, with torch's default settings
     normalises: bool = False  # its updates do not scale with the gradient
-    # adds weight decay to the gradient, and has no `decoupled_weight_decay` in its parameter groups
+    # adds weight decay to the gradient; not used if its parameter groups, like Adam's, have the key
+    # `decoupled_weight_decay`
     coupled: bool = False
 
     @property

@@ -60,7 +60,7 @@ class Randomize(Strict):
         if self.std == "orthonormal":
             return " of every head: random normal, with the norm of orthonormal rows"
         if self.std == "match":
-            return ": random normal, with the norm of each matrix before"
+            return ": random normal, with the norm that each matrix had before"
         return f": random normal, with standard deviation {self.std:g}"
 
 
