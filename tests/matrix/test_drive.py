@@ -333,6 +333,8 @@ def test_a_run_that_diverges_is_reported_once_and_the_others_go_on(tmp_path: Pat
     assert "is not finite" in line
     kinds = [event.kind for event in RunRecord(broken).events()]
     assert (kinds.count("start"), kinds.count("resume")) == (1, 0), "it is not tried again"
+    task = Task(broken.name, RunRecord(broken).recipe, broken, broken.name)
+    assert run_task(task, None).kind == "diverged", "a worker may have outlived its driver"
     assert told.read_text().splitlines() == [f"{broken.name} diverged", "mine failed"]
     status = read_status(folder.runs)
     assert status.counts == {"diverged": 1, "finished": 2}

@@ -98,7 +98,8 @@ def run_task(
 
     try:
         if is_done(task):  # a worker that outlived its driver has trained it
-            return outcome("finished", "it was done already")
+            diverged = finished_status(task.path) == "diverged"
+            return outcome("diverged" if diverged else "finished", "it was done already")
         record = run(
             task.recipe, name=task.name, out=task.path, resume=task.path.exists(),
             data_dir=data_dir, progress=display or False,
