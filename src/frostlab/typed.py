@@ -28,7 +28,7 @@ _WORDS = {  # names of JSON types in error messages
 }
 _WHOLE = 2**63  # a whole number n should have -_WHOLE <= n < _WHOLE
 _NUMBERS = (int, float)
-_DEPTH = 32  # the most levels of lists and objects in a value of any structure
+_DEPTH = 32  # the most levels of nested lists and objects in a value annotated as Any
 _BATCH = 1 << 14  # bytes of lines that are parsed at once
 _KEY = 80  # the most characters of a key in an error message
 
@@ -68,7 +68,7 @@ def read_objects(
 
 
 def _batches(path: Path, skipped: tuple[bytes, ...]) -> Iterator[list[tuple[int, bytes]]]:
-    """Yield the numbers and texts of several lines at once; raise a read error after them."""
+    """Yield batches of lines with their numbers; if reading fails, raise the error afterwards."""
     batch: list[tuple[int, bytes]] = []
     size, problem = 0, None
     try:

@@ -184,7 +184,7 @@ def test_tuning_knows_of_changed_files(tmp_path: Path) -> None:
         reseal(tuned.folder)
         again = judge_again(tuned.folder).verdicts["oelm"]
         assert again.word == "unproven"
-        assert f"oelm was tuned with the run {run.name}: {reason}" in again.sentence
+        assert f"a run that does not fit, {run.name}: {reason}" in again.sentence
         (run / "digests.json").write_text(digests)
 
 

@@ -89,7 +89,7 @@ def test_a_quick_one_is_short_and_times_steps(
     timing = found.evidence.timing
     assert set(timing.arms) == {"baseline", *CONTROLS, "oelm"}
     assert timing.proven is False
-    assert any("too few builds" in reason for reason in timing.reasons)
+    assert any("the models were built too few times" in reason for reason in timing.reasons)
     assert timing.arms["oelm"].ceiling < 1 == timing.arms["baseline"].ceiling
     assert timing.arms["oelm"].word == "unproven"
     assert "**time, oelm**: unproven: a step took" in found.page.read_text()

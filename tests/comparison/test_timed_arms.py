@@ -48,10 +48,13 @@ FINE = dict.fromkeys(CONTROLS, Ratio(1.001, 0.999, 1.003))
 
 def test_controls_and_builds_make_a_timing_unproven() -> None:
     assert reasons_unproven(4, FINE) == ()
-    assert reasons_unproven(3, FINE) == ("too few builds: 3 of at least 4 (raise clock.seconds)",)
+    assert reasons_unproven(3, FINE) == (
+        "the models were built too few times: 3 of at least 4 (raise clock.seconds)",
+    )
     (reason,) = reasons_unproven(4, FINE | {CONTROLS[1]: Ratio(1.01, 1.002, 1.018)})
     assert reason == (
-        "baseline again 2 differs from the other copies of the baseline: 1.0100 [1.0020, 1.0180]"
+        "the time of baseline again 2, a copy of the baseline, is not that of the others: "
+        "1.0100 [1.0020, 1.0180]"
     )
 
 

@@ -24,10 +24,10 @@ class Target:
     """The figures that a result must reach; a figure that is None is not required."""
 
     faster: float | None = None  # least ratio of their time to ours
-    ours_ms: float | None = None  # longest time of our step or, in whole-run, of our run
+    ours_ms: float | None = None  # longest time of our step; in `whole-run`, of our whole run
     memory: float | None = None  # largest ratio of our peak memory to theirs
     gain_share: float | None = None  # least share of the gain in speed that the saved FLOPs allow
-    # least ratio of the time of a loop with torch.compile's reduce-overhead mode to ours
+    # like `faster`, against a loop that is compiled with mode reduce-overhead
     faster_than_loop: float | None = None
 
     def __str__(self) -> str:
@@ -143,7 +143,7 @@ BENCHMARKS = {
         ),
         Benchmark(
             "gpt-imdb",
-            "GPT Medium-512 classification, 16 × 512 at most, on IMDB, or on random ids without it",
+            "GPT Medium-512 as a classifier, 16 texts of up to 512 tokens, of IMDB if it is there",
             "frostlab's eager step, padded",
             "examples",
             Target(faster=4),

@@ -86,8 +86,8 @@ def commands(
 ) -> None:
     """Freeze or change parts of a transformer, train it, and measure what that changes.
 
-    Exit codes: 0 success; 1 failure, or a problem found by diagnose, verify, data check, or
-    run or matrix with --check; 2 bad input.
+    Exit codes: 0 success; 1 failure, or a problem found by diagnose, verify, data check, run
+    --check or matrix --check; 2 bad input.
     """
 
 

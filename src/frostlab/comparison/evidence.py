@@ -98,7 +98,8 @@ class ArmVerdict:
     population: Effect | None  # effect for other test examples; only for accuracy
     skewed: float | None  # skewness of the differences, if it is high enough for a warning
     missing: dict[str, int]  # arm → how many of its paired runs have no finite value
-    together: tuple[str, ...]  # compared factors that differ, if several (`Plan.together`)
+    # what differs on purpose (the treatment, settings), if more than one thing (`Plan.together`)
+    together: tuple[str, ...]
     notes: tuple[str, ...]  # remarks, such as why a run has no value
 
     @property
@@ -339,7 +340,8 @@ class TuningPoint:
     high: float | None  # upper end of this interval
     scores: tuple[float | None, ...]  # per seed: best value on the split that selects checkpoints
     results: tuple[float | None, ...]  # per seed: the reported value of the metric
-    chosen: int  # number of seeds for which this value was chosen (see tuning.py)
+    # number of seeds whose result is of this value; the other seeds choose the value for a seed
+    chosen: int
 
 
 @dataclass(frozen=True)
@@ -364,7 +366,9 @@ class TimedArm:
     low: float | None  # lower end of the ratio's interval; all arms' intervals hold at once
     high: float | None  # upper end of this interval
     ceiling: float | None  # lowest ratio that the saved FLOPs allow; None if unknown
-    limits: dict[str, Any] | None  # FLOPs and bytes; keys that end in `_all` are the baseline's
+    # FLOPs and bytes of a step, of this arm and (keys that end in `_all`) of the baseline, and the
+    # speed-up that they allow (`timing.flops.StepSavings`)
+    limits: dict[str, Any] | None
     flag: str | None  # likely reason for a gain that is larger than the saved FLOPs allow
     word: Word | None  # verdict on the time; None for the baseline
     sentence: str | None  # the word and its numbers in a sentence

@@ -452,14 +452,14 @@ def time_arms(
 def reasons_unproven(builds: int, controls: Mapping[str, Ratio]) -> tuple[str, ...]:
     """Return the reasons why a timing cannot be trusted; empty if it can."""
     reasons = [
-        f"{name} differs from the other copies of the baseline: {ratio.estimate:.4f} "
-        f"[{ratio.low:.4f}, {ratio.high:.4f}]"
+        f"the time of {name}, a copy of the baseline, is not that of the others: "
+        f"{ratio.estimate:.4f} [{ratio.low:.4f}, {ratio.high:.4f}]"
         for name, ratio in controls.items()
         if not ratio.holds(1.0)
     ]
     if builds < FEWEST_BUILDS:
         needed = f"{builds} of at least {FEWEST_BUILDS} (raise clock.seconds)"
-        reasons.append(f"too few builds: {needed}")
+        reasons.append(f"the models were built too few times: {needed}")
     return tuple(reasons)
 
 

@@ -37,10 +37,13 @@ class LengthRecord:
 class SplitRecord:
     """One split: its source, its examples, and the rows that did not become examples.
 
-    For labelled text, `examples` is `rows` minus the sums of `carved` and `dropped`.
+    For labelled text, `examples` is `rows` without the rows that other splits got (`carved`) and
+    without the rows that were not used (`dropped`).
     """
 
-    source: str  # absolute path, hub name and revision, or name of generated or registered data
+    # an absolute path; a name on the hub with its revision; or the name of data that are generated,
+    # or registered with `fl.register_data`
+    source: str
     examples: int  # number of examples: rows, stretches of running text, or windows of EEG
     digest: str  # digest of the prepared examples
     files: list[FileRecord] = field(default_factory=list)  # empty if generated or from the hub

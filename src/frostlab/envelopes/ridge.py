@@ -21,7 +21,7 @@ _PER = ("subject", "all")  # values of the argument `per`
 
 @dataclass(frozen=True)
 class Lags:
-    """The first and the last lag of the EEG behind the envelope in samples, both included."""
+    """The least and the greatest delay of the EEG after the envelope, in samples."""
 
     first: int
     last: int
@@ -128,7 +128,8 @@ def fit_ridge(
                 own[subject] = _decoder(total, taps, lambdas, curve)
             else:
                 waiting[subject] = total
-        # `sums` is no longer needed: _accumulate may keep its moments and add to them in place.
+        # _accumulate stores these moments without a copy and later adds to them; `sums` is not used
+        # again.
         for fold, moments in sums.items():
             _accumulate(shared, fold, moments)
     total = _sum(shared, features)

@@ -132,11 +132,11 @@ def _fair(group: Group, name: str) -> dict[str, Any]:
 
 
 def _about(group: Group, name: str, as_published: bool, settings: Mapping[str, Any]) -> str:
-    """Describe a comparison of the group, for the page and the report of the comparison."""
+    """Describe a comparison of the group, for its comparison.md and its report."""
     text = f"The comparison {name} of the group {group.name} ({group.about}), "
     text += (
         "as published: the arms have the treatments, settings, splits and baseline of the "
-        "published studies, and differ in more than the treatment where a verdict is confounded"
+        "published studies; if arms differ in more than the treatment, the verdict is confounded"
         if as_published
         else "fair: the arms differ only in what is compared"
     )

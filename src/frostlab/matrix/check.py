@@ -3,8 +3,8 @@
 `--check` is an option of `frostlab matrix` and `frostlab run`. It shows how long the runs would
 take, how much memory and disk they need, and which cannot run. The time is that of steps,
 evaluations during training, the final evaluation (the best weights on the report split) and
-checkpoints; a few of each are timed, and the rest is extrapolated. Not included are the time to
-start a run, and the time in which a language model writes texts at the end of its run.
+checkpoints, extrapolated from a few steps, evaluation batches and copies. Not included are the time
+to start a run, and the time in which a language model writes texts at the end of its run.
 """
 
 import gc
@@ -59,7 +59,8 @@ _RECORD_BYTES = 2_000_000  # smallest size of a run's files without checkpoints 
 _BYTES_PER_STEP = 60  # about what a step adds to events.jsonl
 _HEAD = ("id", "runs", "parameters", "steps", "step", "evaluations", "time", "memory", "disk")
 _LESS_IMPORTANT = ("parameters", "evaluations", "disk", "step", "runs", "steps")  # left out first
-# Tables tried before ids are shortened: all columns, then without the first one or two of these.
+# A table that is too wide loses up to two columns, the first of `_LESS_IMPORTANT`, before its ids
+# are shortened. So these are the tables that are tried before: with all columns, or 1 or 2 fewer.
 _KEPT_WHOLE = 3
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from frostlab.pages.content import Cell, Document, Figure, Table
 from frostlab.text import NONE
 
-_LONG = 45  # characters from which a column of text is broken into lines
+_LONG = 45  # columns with more characters are broken into lines
 _WIDTH = 0.3  # width of such a column, as a share of the line
 _SPECIAL = {  # character → command that needs only the usual fonts; `\$` would need others
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"$\mathdollar$", "&": r"\&",

@@ -35,7 +35,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention, Split):
         return torch.cat(biases) if biases else None
 
     def slots(self) -> dict[str, SlotPieces]:
-        """Return the fused weight and bias, and the parameters that hold them."""
+        """Map in_proj_weight and in_proj_bias to their shapes and the parameters of their rows."""
         width = self.embed_dim
         slots: dict[str, SlotPieces] = {}
         if self._was_fused:

@@ -32,9 +32,9 @@ class _Expected:
     model: "tuple[weakref.ref[nn.Parameter], ...]"  # the parameters of its model
 
     def is_missed_by(self, held: Collection[int]) -> bool:
-        """Return whether an optimizer that trains the parameter's model should also train it.
+        """Return whether an optimizer trains other parameters of the model, but not this one.
 
-        That is so if the parameter has a gradient; without one, its model may not train yet.
+        A parameter without a gradient does not count, because its model may not train yet.
 
         Args:
             held: the ids of the optimizer's parameters.

@@ -158,7 +158,7 @@ def weight_digests(model: nn.Module) -> dict[str, str]:
 
 
 def state_digest(model: nn.Module) -> str:
-    """Return one digest of all weights and buffers of a model."""
+    """Return one digest of all weights and persistent buffers of a model."""
     hasher = hashlib.sha256()
     for name, value in model.state_dict().items():
         hasher.update(f"{name} {digest(full_tensor(value))}".encode())

@@ -519,7 +519,8 @@ def _changed_trials(
     for (arm, _, _), record in records.items():
         digests = record.digests
         if (reason := sources.why_changed(arm, digests.data, digests.source)) is not None:
-            reasons.setdefault(arm, f"{arm} was tuned with the run {record.folder.name}: {reason}")
+            tuned = f"{arm} was tuned with a run that does not fit, {record.folder.name}"
+            reasons.setdefault(arm, f"{tuned}: {reason}")
     return reasons
 
 

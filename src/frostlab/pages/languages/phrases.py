@@ -139,8 +139,9 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
     ("at every {key} tried, a run of {name} did not finish",
      "在尝试过的每个 {key} 下，{name} 都有一次运行未完成",
      "試したどの {key} でも、{name} の実行に未完了のものがあった"),
-    ("{name} was tuned with the run {run}: {reason}",
-     "{name} 是用运行 {run} 调参的：{reason}", "{name} は実行 {run} で調整された：{reason}"),
+    ("{name} was tuned with a run that does not fit, {run}: {reason}",
+     "{name} 是用不相符的运行 {run} 调参的：{reason}",
+     "{name} は合わない実行 {run} で調整された：{reason}"),
     ("the data differ from those of the first finished run ({name})",
      "数据与最先完成的运行（{name}）不同", "データが最初に完了した実行（{name}）と異なる"),
     ("the pretrained weights differ from those of {name}, seed {seed}",
@@ -192,11 +193,11 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
      "因此迄今各次合计的误报率可达 {risk}",
      "この問いの {look} 回目の確認：alpha のうち {level} を使うが、以前の確認で {spent} を使って"
      "いたため、これまでの誤検出率は最大 {risk} になる"),
-    ("too few builds: {builds} of at least {least} (raise clock.seconds)",
+    ("the models were built too few times: {builds} of at least {least} (raise clock.seconds)",
      "构建次数太少：至少需要 {least} 次，实际 {builds} 次（请增大 clock.seconds）",
      "構築の回数が少なすぎる：少なくとも {least} 回必要で、実際は {builds} 回（clock.seconds を"
      "増やすこと）"),
-    ("{name} differs from the other copies of the baseline: {ratio}",
+    ("the time of {name}, a copy of the baseline, is not that of the others: {ratio}",
      "{name} 与基线的其他副本不同：{ratio}", "{name} がベースラインの他の複製と異なる：{ratio}"),
     ("{name}, seed {seed}: {reason}", "{name}，种子 {seed}：{reason}",
      "{name}、シード {seed}：{reason}"),
@@ -310,10 +311,10 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
      "灰色の帯は A/A 対照、すなわちベースラインの複製とベースラインの比の区間。"),
     ("An effect inside it shows nothing.", "落在其内的效应不能说明什么。",
      "その中にある効果は何も示さない。"),
-    ("The red mark is the ceiling of the speed-up: the smallest ratio that the FLOPs saved by the "
-     "treatment explain.",
-     "红色标记是加速的上限：该处理节省的浮点运算量不能解释更小的比值。",
-     "赤い印は高速化の上限で、処理が省く演算量ではこれより小さい比を説明できない。"),
+    ("The red mark is the largest speed-up that the FLOPs saved by the treatment explain; a ratio "
+     "below it has another cause.",
+     "红色标记是该处理节省的浮点运算量所能解释的最大加速；更小的比值另有原因。",
+     "赤い印は、処理が省く演算量で説明できる最大の高速化で、これより小さい比には別の原因がある。"),
     ("These times are unproven: the timing failed a check and cannot be trusted.",
      "这些耗时未经证实：计时未通过检查，不可信。",
      "これらの時間は実証されていない。計時が検査に通らず、信頼できない。"),
@@ -324,8 +325,8 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
      "interval; all arms have the same scale.",
      "在选择检查点的数据上最佳得分的各种子均值及其 95 % 区间；各组使用同一尺度。",
      "チェックポイントを選ぶデータでの最良の得点のシード平均とその 95 % 区間。全群の尺度は同じ。"),
-    ("A filled symbol is a value that was chosen for as many seeds as stand above it; a seed gets "
-     "the value that is best over all other seeds.",
+    ("A filled symbol is a value that was chosen, and the number above it says for how many seeds; "
+     "a seed gets the value that is best over all other seeds.",
      "实心符号是选中的值，上方为选用该值的种子数；每个种子所用的值，是在其余所有种子上得分最佳的值。",
      "塗りつぶした記号は選ばれた値で、上の数はその値を使うシードの数。各シードには、残りのすべての"
      "シードで得点が最良の値を使う。"),

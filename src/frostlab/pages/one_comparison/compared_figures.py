@@ -199,8 +199,8 @@ def time_ratios(compared: "Compared") -> list[Figure]:
         )
     if any("ceiling" in row for row in rows):
         caption += (
-            " The red mark is the ceiling of the speed-up: the smallest ratio that the FLOPs saved "
-            "by the treatment explain."
+            " The red mark is the largest speed-up that the FLOPs saved by the treatment explain; "
+            "a ratio below it has another cause."
         )
     if not timing.proven:
         caption += " These times are unproven: the timing failed a check and cannot be trusted."
@@ -264,8 +264,9 @@ def _response(compared: "Compared", index: int) -> Figure | None:
     )  # fmt: skip
     caption = (
         "Mean over seeds of the best score on the split that selects the checkpoint, with its 95 % "
-        "interval; all arms have the same scale. A filled symbol is a value that was chosen for as "
-        "many seeds as stand above it; a seed gets the value that is best over all other seeds."
+        "interval; all arms have the same scale. A filled symbol is a value that was chosen, and "
+        "the number above it says for how many seeds; a seed gets the value that is best over all "
+        "other seeds."
     )
     if len(means) < len(rows):
         caption += " A red × is a value with which a run did not finish."

@@ -2,8 +2,8 @@
 
 The reported folder is a group's folder, or a folder of comparisons and groups. A number about one
 comparison comes from the comparison's evidence.json. A mean over comparisons comes from means.json,
-which is written with the report. A number about a group comes from the group's summary.json. The
-sources are the published studies that a group repeats.
+which is written with the report. A number about a group comes from the group's summary.json. In
+the section of reported results, the sources are the published studies that a group repeats.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ def document(folder: Path, language: str) -> Document:
     cautions = dict.fromkeys(
         evidence.caution for _, evidence in several.finished if evidence.caution is not None
     )
-    kind = "" if own is None else ", as published" if own.as_published else ", fair"
+    kind = ", with the published settings" if own is not None and own.as_published else ""
     title = f"Comparisons: {folder.resolve().name}" if own is None else own.group
     return Document(
         title=plain(f"{title}{kind}"),
@@ -176,8 +176,9 @@ def _verdicts(several: Several) -> list[Block]:
     head = ("comparison", "data", "model", "metric", "baseline", *map(plain, arms))
     note = (
         "The verdict, and the paired effect against the baseline with its interval: a difference, "
-        "or a ratio (×) for perplexity. The intervals of one comparison hold simultaneously. In "
-        "red: arms that could not be judged. Each name links to the comparison's own report."
+        "or a ratio (×) for metrics such as perplexity. The intervals of one comparison hold "
+        "simultaneously. In red: arms that could not be judged. Each name links to the "
+        "comparison's own report."
     )
     return [Table("verdicts", "Verdicts and effects", head, tuple(rows), note)]
 
@@ -321,7 +322,8 @@ def _reported(several: Several) -> list[Block]:
         return []
     head = ("comparison", "arm", "experiment", "metric", "here", "reported")
     note = (
-        "Here: mean ± standard deviation over the finished runs that can be paired. Reported: the "
+        "Here: mean ± standard deviation over the finished runs that can be paired, for times the "
+        "mean alone. Reported: the "
         "number in the published studies (sources), mostly of one run on another machine."
     )
     return [Table("reported", "Results here and in the sources", head, tuple(rows), note)]

@@ -62,7 +62,7 @@ class _Run:
 
 
 def show_json(folder: Path) -> dict[str, Any]:
-    """Return the contents of a run's files as plain values; None for absent or damaged files."""
+    """Return the contents of a run's files as plain values; None or empty if one is missing."""
     run = _read(folder)
     evaluations = [asdict(event) for event in run.events if isinstance(event, EvaluationEvent)]
     return {
