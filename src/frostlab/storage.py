@@ -23,15 +23,15 @@ from frostlab.errors import BadInput, DamagedCache, FrostlabError, first_line
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT = 2  # version of the cache; increase it when the cached files or the tokenization change
+FORMAT = 2  # version of the cache; increase it if the files or the tokenization change
 MOST_BYTES = 256 << 20  # the largest file that is read whole
 MOST_VALUES = 10_000_000  # the most values in a JSON text, estimated as commas + 2 × colons
 LINE_BYTES = 16 << 20  # the longest line of a file that is read line by line
-SEAL = "checksums.json"  # the checksums of the other files in a folder
+SEAL = "checksums.json"  # the file with the checksums of the other files in its folder
 _BLOCK = 64 << 20  # bytes that have one checksum
 _PIECE = 1 << 20  # bytes that are read at once to compute a checksum
-# A cached folder from this size on is not verified again while its files look unchanged. Smaller
-# folders are always verified, in less than a second.
+# A cached folder of this many bytes or more is not verified again while its files look unchanged.
+# Smaller folders are always verified, in less than a second.
 _LARGE = 256 << 20
 # On some file systems, a second change within 2 s of the first does not change a file's times. So
 # the times of a file are trusted only if its last change is at least this many ns ago.
@@ -40,7 +40,7 @@ _NAME_BYTES = 200  # the longest name of a file or folder; most file systems all
 
 
 def check_name(name: object, what: str) -> str:
-    """Return the name of a file or folder.
+    """Return a name that a file or folder can have; an error begins with `what` ("the run's name").
 
     Refuse separators, control characters, a leading dot, and names that are empty or too long.
     """
@@ -172,7 +172,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def path_inside(folder: Path, *parts: str) -> Path:
-    """Return a path inside a folder to write to; refuse one that is elsewhere, e.g. by a link."""
+    """Join a folder and parts to a path; refuse a path outside the folder, e.g. through a link."""
     path = folder.joinpath(*parts)
     try:
         inside = path.resolve().is_relative_to(folder.resolve())
@@ -257,7 +257,7 @@ def save_tensors(path: Path, tensors: "dict[str, Tensor]") -> None:
 
 
 def plain_tensors(tensors: "dict[str, Tensor]", copy: bool = False) -> "dict[str, Tensor]":
-    """Return tensors as safetensors needs them: on the CPU, contiguous, shared ones only once.
+    """Return tensors as safetensors needs them: contiguous, on the CPU, no two in one memory.
 
     With `copy`, later changes of the tensors do not change the result.
     """

@@ -188,7 +188,7 @@ def test_a_moved_frozen_weight_comes_first() -> None:
 def test_an_audit_of_frozen_weights_alone_knows_nothing_of_the_others() -> None:
     model, _ = build("gpt2")
     fl.freeze(model, "query", "key")
-    with pytest.raises(fl.BadInput, match="has only frozen tensors; make it with fl.audit"):
+    with pytest.raises(fl.BadInput, match="has no trainable tensors; make it with fl.audit"):
         frozen_audit(model).verify(model, moved=True)
     with pytest.raises(fl.BadInput, match=r"the model no longer has wte\.weight; audit it again"):
         Audit("GPT2Model", {}, {"wte.weight": "0"}).verify(build("bert")[0], moved=True)

@@ -1,4 +1,4 @@
-"""Names of the parameters of modules that PEFT wrapped.
+"""Names of the parameters of modules that PEFT, Hugging Face's library of adapters, wrapped.
 
 The unmodified model is the model before PEFT wrapped its modules. PEFT wraps a module in one of
 three ways. An adapter's layer keeps the module as `base_layer` and also holds the weights of its
@@ -35,7 +35,7 @@ class PeftNames:
 
     def __init__(self, model: nn.Module) -> None:
         self.tuners: dict[str, Any] = {}  # path → an adapter's layer
-        # path of a wrapper of the second or third kind → the rest of the path to the module in use
+        # path of a wrapper with copies or with trained tokens → path in it of the module in use
         self.copied: dict[str, list[str]] = {}
         tuners = sys.modules.get("peft.tuners.tuners_utils")
         if tuners is None:  # PEFT is not loaded, so nothing is wrapped
@@ -51,7 +51,7 @@ class PeftNames:
                 self.copied[path] = ["token_adapter"]
 
     def find(self, present: str) -> ParameterName:
-        """Return the name in the unmodified model of the parameter that now has this name."""
+        """Find what the parameter with this present name is called in the unmodified model."""
         if not self.tuners and not self.copied:
             return ParameterName(present)
         segments, plain, unused = present.split("."), list[str](), False

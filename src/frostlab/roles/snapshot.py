@@ -19,7 +19,7 @@ from frostlab.text import columns, counted
 class Layer:
     """One layer of a stack, with its parts."""
 
-    stack: str
+    stack: str  # such as "encoder"; empty if the model has one stack
     index: int
     parts: tuple[Part, ...]
 
@@ -35,7 +35,7 @@ class Evidence:
     attentions: int = 0  # number of attentions that the probe saw
     passes: int = 0  # forward passes of the test, with changed weights; all agreed with the anatomy
     unreached: tuple[str, ...] = ()  # parameters without an effect on the probe's outputs
-    copied: bool = False  # whether a small copy, built from the config, was probed
+    copied: bool = False  # whether the probe ran a small copy of the model, built from its config
 
     def __str__(self) -> str:
         if self.method == "table":
@@ -88,7 +88,7 @@ class Anatomy:
         )
 
     def select(self, *selections: str) -> tuple[Part, ...]:
-        """Return the parts that match the selections (syntax: `roles/selection.py`)."""
+        """Return the parts that match the selections (syntax: docs/freezing.md)."""
         return select(self.parts, selections, self.model)
 
     def with_frozen(self, *selections: str) -> "Anatomy":
@@ -132,7 +132,7 @@ class Anatomy:
     def table(self, width: int | None = None) -> str:
         """Return the anatomy as text; adjacent layers that are alike are shown once.
 
-        If it is wider than `width`, the column `layout` is left out and long names are shortened.
+        If the text is wider than `width`, it has no column `layout`, and long names are shortened.
         """
         return _as_text(self, width)
 

@@ -34,7 +34,7 @@ from frostlab.surgery.split import sharded_like
 from frostlab.surgery.stale import record_change, retire
 
 _ADAPTER = "default"  # PEFT's name of the adapter
-_PROJECTED = ("query", "key", "value", "output", "up", "gate", "down")
+_PROJECTED = ("query", "key", "value", "output", "up", "gate", "down")  # projections of a layer
 
 
 def add_lora(
@@ -54,7 +54,7 @@ def add_lora(
 
     Args:
         r: the rank of each adapter.
-        alpha: the update is multiplied by alpha / r.
+        alpha: the product B·A is multiplied by alpha / r.
         dropout: the probability of zeroing an input of the adapters in training.
         seed: the seed of the adapters' initial weights.
     """
@@ -214,9 +214,9 @@ def _check_adaptable(model: nn.Module, part: Part, slot: Slot, where: str) -> No
 def _config(peft: Any, wanted: LowRank | Scales, targets: Mapping[str, _Target]) -> Any:
     """Return PEFT's config for these modules.
 
-    They are given as a regular expression, which PEFT matches against whole paths; names in a list
-    would also match the ends of other paths. For a projection with several pairs A, B, both r and
-    alpha are multiplied by their number, so the factor alpha / r is the same everywhere.
+    The modules are given as a regular expression, which PEFT matches against whole paths; names in
+    a list would also match the ends of other paths. For a projection with several pairs A, B, both
+    r and alpha are multiplied by the number of pairs, so alpha / r is the same everywhere.
     """
     transposed = any(part.axis for target in targets.values() for part in target.parts)
     if isinstance(wanted, LowRank):

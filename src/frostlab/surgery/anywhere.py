@@ -3,11 +3,12 @@
 A partly frozen parameter is stored in two pieces: its frozen rows and its trainable rows. A plain
 linear module is replaced by `SplitProjection` (`frostlab.surgery.split`), whose backward pass is
 faster, and nn.MultiheadAttention has a split of its own (`frostlab.surgery.multihead`). This file
-is for all other modules: for example a convolution, a batch of experts, a module that multiplies by
-a raw parameter, or a linear module with a forward of its own. Such a module gets a subclass of its
-class, with a property in the place of each split parameter. Whenever the forward pass reads the
-parameter, the property joins the pieces. Autograd then gives the trainable rows their gradient, and
-the frozen rows none. State dicts keep the names and shapes of the unmodified module.
+is for all other modules: for example a convolution, experts that share one tensor, a module that
+multiplies by a raw parameter, or a linear module with a forward of its own. Such a module gets a
+subclass of its class, with a property in the place of each split parameter. Whenever the forward
+pass reads the parameter, the property joins the pieces. Autograd then gives the trainable rows
+their gradient, and the frozen rows none. State dicts keep the names and shapes of the unmodified
+module.
 """
 
 from collections.abc import Iterator, Mapping
@@ -120,7 +121,7 @@ class SplitModule(nn.Module, Split):
                 self._parameters[name] = parameter if name in names else now[name]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and pickle by the original class, because the subclass is made at run time."""
+        """Let copies and pickles name the original class: the subclass is made at run time."""
         original, names = type(self).__bases__[1], tuple(self._frostlab_frozen)
         return _empty, (original, names), self.__getstate__()
 

@@ -1,4 +1,4 @@
-"""Digests of a model's tensors, to prove later that frozen ones stayed and trainable ones moved.
+"""Digests of a model's tensors, to prove later which changed and which did not.
 
 The tensors are the model's parts: parameters, or the rows of a parameter that have one role, such
 as query (`frostlab.roles.parts`).
@@ -48,7 +48,7 @@ class Audit:
 
     def _verify_moved(self, model: nn.Module) -> None:
         if self.trainable is None:
-            raise BadInput("verify: this audit has only frozen tensors; make it with fl.audit")
+            raise BadInput("verify: this audit has no trainable tensors; make it with fl.audit")
         now = _digests(model, self.trainable)
         if lost := [name for name in self.trainable if name not in now]:
             raise BadInput(f"verify: the model no longer has {lost[0]}; audit it again")
@@ -89,7 +89,7 @@ def audit(model: nn.Module) -> Audit:
 
 
 def frozen_audit(model: nn.Module) -> Audit:
-    """Compute the sha256 of frozen tensors only; `verify(moved=True)` needs the others too."""
+    """Compute the sha256 of frozen tensors only; `verify(moved=True)` needs `audit` instead."""
     anatomy, _ = survey(model)
     names = {part.key for part in anatomy.parts if part.state != "trainable"}
     digests = _digests(model, names | frozen_statistics(unwrapped(model)).keys())

@@ -30,7 +30,7 @@ _SUPPORTED = (
     "frostlab's GPT and Decoder, Hugging Face's bert, gpt2 and llama, and models that "
     "no table describes, if a layer can be built from their config and the layer's number"
 )
-_SAME = 1e-5  # largest relative change that counts as rounding, in a probed model (`Trunk.probed`)
+_SAME = 1e-5  # largest relative change of outputs by init="identity", if no table describes a model
 _INDICES = ("layer_idx", "layer_index")  # attributes that hold a layer's number
 _SCALED = "scale_attn_by_inverse_layer_idx"  # GPT-2's option to divide scores by layer_idx + 1
 
@@ -191,15 +191,15 @@ class _Trial:
             )  # fmt: skip
             if same and not change <= _SAME:
                 problem = (
-                    f'init="identity" would change the outputs of {name} by {change:.1e}, as in '
-                    f"models whose layers end with a norm; {_INSTEAD}"
+                    f'init="identity" would change the outputs of {name} by {change:.1e}; '
+                    f"perhaps its layers end with a norm; {_INSTEAD}"
                 )
         except Exception as error:  # a model's own code can fail in many ways
             problem = f"{name} does not run with another number of layers ({first_line(error)})"
         if problem:
             for index in reversed(new):
                 del self.trunk.layers[index]
-            _insert_layers(self.trunk, 0, [])
+            _insert_layers(self.trunk, 0, [])  # number the remaining layers as before
             _set_count(self.model, self.trunk, self.count, self.kinds)
             raise BadInput(f"grow: {problem}")
 
@@ -323,7 +323,7 @@ def _build_layer(trunk: Trunk, index: int, neighbour: nn.Module) -> nn.Module:
 
 
 def _from_config(trunk: Trunk, index: int, neighbour: nn.Module) -> Any:
-    """Build a Hugging Face layer from the config and its number."""
+    """Build a Hugging Face layer from the config and the layer's number."""
     if not trunk.probed:
         return type(neighbour)(trunk.body.config, layer_idx=index)
     names = inspect.signature(type(neighbour)).parameters
@@ -332,13 +332,13 @@ def _from_config(trunk: Trunk, index: int, neighbour: nn.Module) -> Any:
         return type(neighbour)(trunk.body.config, **number)
     except Exception as error:
         raise BadInput(
-            f"grow: a {type(neighbour).__name__} cannot be built from the config and its number "
-            f"({first_line(error)})"
+            f"grow: a {type(neighbour).__name__} cannot be built from the config and the "
+            f"layer's number ({first_line(error)})"
         ) from None
 
 
 def _copy_capturing_hooks(layer: nn.Module, neighbour: nn.Module) -> None:
-    """Copy the hooks with which transformers records a neighbour's hidden states."""
+    """Copy the hooks with which the library transformers records hidden states to a new layer."""
     for name, module in neighbour.named_modules():
         for hook in module._forward_hooks.values():
             if getattr(hook, "__name__", "") == "output_capturing_hook":
@@ -384,7 +384,7 @@ def _rescale_queries(model: nn.Module, trunk: Trunk, moved: dict[int, int]) -> l
 def _insert(model: nn.Module, trunk: Trunk, at: int, count: int, init: Init) -> None:
     """Build the layers, then insert them; if building fails, the model is unchanged."""
     before, kinds = len(trunk.layers), _kinds_of_layers(model, trunk)
-    source = max(at - 1, 0)  # index of the neighbour
+    source = max(at - 1, 0)  # the layer below the new ones or, at the bottom, above
     neighbour = trunk.layers[source]
     grown = {name: [*v[:at], *[v[source]] * count, *v[at:]] for name, v in kinds.items()}
     _set_count(model, trunk, before + count, grown)

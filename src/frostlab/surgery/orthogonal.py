@@ -29,7 +29,7 @@ Scope = Literal["head", "matrix"]
 Source = Literal["weights", "gaussian", "identity"]
 
 _ONE_PASS = 16.0  # up to this condition number, one Cholesky pass is precise enough
-_COLUMNS_AT_ONCE = 512  # columns per partial product in a Gram matrix on a GPU
+_COLUMNS_AT_ONCE = 512  # columns per partial product of X·Xᵀ on a GPU
 _TINY = 1e-12  # a batch is rescaled if a matrix's largest entry is below this or above 1 / this
 _AT_ONCE = 2**28  # about how many elements a GPU factorises in one batch: 1 GiB of float32
 _SINGULAR = 1e6  # above this condition number, QR replaces Cholesky

@@ -307,7 +307,7 @@ def _shown(value: object) -> str:
 
 
 def _check_complete(delta: Delta, parts: dict[str, Part]) -> None:
-    """Check that the delta has a value or a frozen record for every part, and no unknown parts."""
+    """Check that the delta has the value or the record of every part, and no unknown parts."""
     stored = delta.tensors.keys() - set(delta.manifest.buffers)
     missing = parts.keys() - stored
     frozen = delta.manifest.frozen.keys()

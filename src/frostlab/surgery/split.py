@@ -1,8 +1,9 @@
-"""A partly frozen fused projection, with separate parameters for frozen and trainable rows.
+"""A linear module with separate parameters for its frozen and its trainable rows.
 
-The forward pass is one matmul over all rows; the backward pass computes weight gradients only for
-the trainable rows. State dicts keep the fused names and shapes, so split and unmodified models can
-load each other's checkpoints.
+Most are fused projections: the rows of one weight are queries, keys and values. The fused tensor
+has all rows, frozen and trainable. The forward pass is one matmul over all rows; the backward pass
+computes weight gradients only for the trainable rows. State dicts keep the fused names and shapes,
+so split and unmodified models can load each other's checkpoints.
 """
 
 import weakref
@@ -173,9 +174,9 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _trainable_columns(grad: Tensor, rows: Rows | None) -> list[Tensor]:
     """Return the columns of an output gradient (N, out) that belong to trainable rows.
 
-    The result has one view per span of `rows`, (N, span) or, if interleaved, (N, repeats, span).
-    Except for half precision on a GPU, where a batched matmul is faster, interleaved columns are
-    copied into one tensor (N, columns), because one matmul over the copy is faster.
+    The result has one view per span of adjacent rows, (N, span) or, if interleaved, (N, repeats,
+    span). Except for half precision on a GPU, where a batched matmul is faster, interleaved columns
+    are copied into one tensor (N, columns), because one matmul over the copy is faster.
     """
     if rows is None:
         return [grad]
