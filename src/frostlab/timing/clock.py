@@ -55,7 +55,7 @@ class WallClock:
     """The seconds of the parts of a program, one after another without a gap.
 
     `began` is a reading of `time.perf_counter`; the time from there to the construction of the
-    clock is `starting`.
+    clock is the part `starting`.
     """
 
     def __init__(self, began: float | None = None) -> None:
@@ -192,8 +192,8 @@ class Meter:
         if prepares_kernels(device):
             # cuBLAS allocates its workspaces in this matmul, before memory is measured
             weight = torch.ones(1, 1, device=device, requires_grad=True)
-            with warnings.catch_warnings():  # autograd's thread has no CUDA context yet
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that autograd's thread has no CUDA context yet
                 F.linear(weight, weight, weight[0]).sum().backward()
             del weight
             gc.collect()

@@ -8,9 +8,9 @@ masked half needs half of these FLOPs. A learned table of relative positions cos
 every query with the row of every distance. The functions read a model's `Anatomy`: the list of its
 parts (weights, or the rows of one role in a fused weight), each frozen or trainable.
 
-The results are bounds, because only matmuls and the optimizer's memory traffic are counted. A step
-of only matmuls would be at most `speed_up` times as fast, and at the measured rates of a device, no
-step with Adam takes less than `ceiling_ms` (the ceiling on its speed).
+The results are bounds, because only matmuls and the optimizer's memory traffic are counted. If a
+step were only matmuls, freezing would make it at most `speed_up` times as fast. At the measured
+rates of a device, no step with Adam takes less than `ceiling_ms` (the ceiling on its speed).
 """
 
 import time
@@ -29,7 +29,7 @@ from frostlab.roles.read import anatomy
 from frostlab.roles.snapshot import Anatomy, Layer
 from frostlab.timing.interleave import Ratio
 
-_ADAMW = OPTIMIZERS["AdamW"]  # of benchmarks, and of models without a recipe
+_ADAMW = OPTIMIZERS["AdamW"]  # the optimizer of benchmarks, and of models without a recipe
 _GRADIENT_BYTES = 4  # of a float32 gradient, per trainable parameter
 _MOST_FLOPS_PER_BYTE = 300.0  # about the bf16 FLOP/s of an H100 over its memory bandwidth
 _LAUNCH_BOUND_TOKENS = 2048  # with fewer tokens per step, kernel launches may dominate
@@ -95,12 +95,12 @@ def _layer_flops(
     layer: Layer, learns_below: bool, encoder_learns: bool, length: int, causal: bool
 ) -> float:
     total = 0.0
-    query_widths: dict[bool, int] = {}  # whether it is cross-attention → width
+    query_widths: dict[bool, int] = {}  # whether attention is cross-attention → query width
     needs_backward: dict[bool, bool] = {}  # the same key → whether there is a backward pass
     learns_inside = any(_learns(part) for part in layer.parts)
     tables = [part for part in layer.parts if _is_distance_table(part, layer, length)]
     query_learns = learns_below  # whether queries need a gradient
-    experts: dict[str, set[int]] = {}  # role → numbers of the experts with such parts
+    experts: dict[str, set[int]] = {}  # role → indices of the experts that have it
     for part in layer.parts:
         if part.place.expert is not None:
             experts.setdefault(part.role, set()).add(part.place.expert)
@@ -316,7 +316,7 @@ def unexplained_gain(
     gain = 1 / ratio.high  # the smallest gain in the interval
     if gain <= saved.speed_up:
         return None
-    beyond = f"{gain:.3f}× as fast at least, and saved matmuls explain {saved.speed_up:.3f}×"
+    beyond = f"at least {gain:.3f}× as fast, but saved matmuls explain only {saved.speed_up:.3f}×"
     if not proven:
         return f"{beyond}: the timing is not proven ({'; '.join(reasons) or 'no reason given'})"
     if gain <= saved.speed_up_with_traffic:

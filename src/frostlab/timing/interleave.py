@@ -168,7 +168,7 @@ def plan_build(
     Args:
         seconds: the time limit.
         steps: the wanted steps per block.
-        step_seconds: the time of one step of every arm together.
+        step_seconds: the sum of the times of one step of each arm.
         build_seconds: the time to build all arms.
     """
     left = max(
@@ -246,7 +246,8 @@ class Rounds:
         widths = []
         for name in self.blocks:
             if name != self.baseline:
-                base = np.exp(np.log(self._copies_for(name)).mean(axis=0))  # as one copy
+                # the copies' mean, taken for one copy
+                base = np.exp(np.log(self._copies_for(name)).mean(axis=0))
                 widths.append(ratio_of(self.device_seconds(name), [base], self.pairs).width)
         return widths
 

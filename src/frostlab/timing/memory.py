@@ -18,7 +18,8 @@ _WEIGHT_BYTES = 4  # of a float32 weight, per parameter
 # bytes of dropout masks; attention kernels keep no scores (Korthikanti et al. 2022).
 _KEPT_VALUES, _MASK_BYTES = 16, 2
 # Values, per token and unit of the width, that a layer has to keep in any case: the queries, keys
-# and values, and the inputs of three matmuls. The input of the fourth, the hidden units, is added.
+# and values, and three inputs of matmuls: those for the queries, keys and values, for the output of
+# the attention, and for the hidden units. `least_memory` adds the hidden units, a fourth input.
 _LEAST_VALUES = 6
 # cuBLAS has a workspace of 32 MiB on an H200 for each of the two streams on which steps and
 # evaluations run; older GPUs have smaller ones.
