@@ -52,7 +52,7 @@ class CapturedStep(CompiledStep):
     def __init__(self, *settings: Any, record: Record | None = None, **options: Any) -> None:
         super().__init__(*settings, **options)
         scales = {group.get("lr_scale", 1.0) for group in self.optimizer.param_groups}
-        self._rates = {  # scale → learning rate, on the device, where graphs read it
+        self._rates = {  # `lr_scale` → learning rate, on the device, where graphs read it
             scale: torch.zeros((), device=self.device) for scale in sorted(scales)
         }
         self._graphs: dict[Any, _CapturedGraph] = {}

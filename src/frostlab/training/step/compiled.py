@@ -26,7 +26,7 @@ from frostlab.training.step.fusion import fuse_gelus, fuse_norms, writes_in_plac
 from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import Bf16Copies
 
-_RECOMPILE_LIMIT = 64  # torch's own, 8, would leave some modules of a Conformer uncompiled
+_RECOMPILE_LIMIT = 64  # torch's own limit, 8, would leave some modules of a Conformer uncompiled
 
 
 class CompiledStep(EagerStep):

@@ -59,7 +59,7 @@ class Outcome:
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
-    """Seed dropout from seed, step and rank, so that a resumed run draws the same masks."""
+    """Seed dropout from run seed, step and rank, so that a resumed run draws the same masks."""
     seed_generators(derive_seed(seed, step, rank), device)
 
 
@@ -168,7 +168,7 @@ class EagerStep:
         `local` leaves out DDP.
         """
         objective = self.local_objective if local else self.objective
-        # bf16 copies get bf16 gradients, in which sums over micro-batches would be inexact
+        # bf16 copies of weights get bf16 gradients, whose sum over micro-batches would be inexact
         if self.copies is not None and len(parts) == 1:
             with self.copies.in_place():
                 return self._backward(objective, parts, scored)

@@ -1,4 +1,4 @@
-"""Losses for speech envelopes decoded from EEG, based on Pearson's r, and their objective."""
+"""Losses for envelopes (loudness of speech over time) decoded from EEG, and their objective."""
 
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -19,7 +19,7 @@ _TINY = 1e-30  # smallest divisor, to avoid a division by zero
 
 
 class EnvelopeObjective(Objective):
-    """An objective for a model that maps (B, T, channels) of EEG to a (B, T) envelope."""
+    """A model that maps (B, T, channels) of EEG to a (B, T) envelope, with its loss."""
 
     def __init__(self, model: nn.Module, loss: EnvelopeLoss) -> None:
         super().__init__(model)

@@ -2,7 +2,7 @@
 
 The compiler takes several kernels for the backward pass of a norm, because its sums run along rows
 and along columns; `frostlab.models.fused.residual_norm` takes two for a dropout, a sum and a norm.
-The operations also compute the gradient of the bias of the linear map before them.
+The fused operations also compute the gradient of the bias of the linear map before them.
 """
 
 import operator
@@ -138,7 +138,7 @@ def _is_branch(node: Node) -> tuple[bool, bool]:
 
 
 def _without_dropout(node: Node) -> tuple[Node, float]:
-    """Return the input of a dropout and its probability.
+    """Return the input and the probability of a dropout.
 
     For another node, or a dropout that several nodes read, return the node itself and 0.
     """
@@ -175,6 +175,7 @@ def _replace(graph: Graph, norm: _Norm) -> None:
                 bool(later), bool(others), bool(products),
             ),
         )  # fmt: skip
+        # the sum; the norm for other readers, in float32; the norm for products, perhaps in bf16
         places = [graph.call_function(operator.getitem, (results, i)) for i in range(3)]
     for place, like in zip(places, (source, node, node), strict=True):
         place.meta["example_value"] = _value(like)

@@ -351,7 +351,7 @@ class _ChunkedLoss:
     def _chunk(
         self, rows: Tensor, start: int, stop: int, factor: float
     ) -> tuple[Tensor, Tensor | None]:
-        """Return a chunk's loss and logit gradient, and add to the gradients of weight and bias."""
+        """Return a chunk's loss and its gradient by the logits; add to the head's gradients."""
         scored, labels = self.scored[start:stop], self.labels[start:stop]
         if not self.on_host:  # rows that are not scored may hold anything, NaN included
             rows = rows.masked_fill(~scored[:, None], 0)

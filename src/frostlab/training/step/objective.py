@@ -120,9 +120,9 @@ def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Exits:
-    """Early exits: layers below the last, from 1, to whose outputs the head is also applied.
+    """Early exits: the layers below the last to whose outputs the head is also applied.
 
-    The callback `see` gets each layer's number and logits.
+    Layers are numbered from 1. The callback `see` gets each layer's number and logits.
     """
 
     layers: Sequence[int]

@@ -23,7 +23,7 @@ from frostlab.surgery.split import SplitProjection
 from frostlab.training.distributed import place_like
 from frostlab.training.step.head_loss import HEAD_COPY
 
-_BLOCK = 4096  # elements that one program of the kernel updates
+_BLOCK = 4096  # elements that one program of the kernel (`kernels.adamw_blocks`) updates
 # Columns of the kernel's table: the addresses of weight, two moments, gradient and bf16 copy, then
 # the size, and whether the gradient is bf16.
 _COLUMNS = 7
@@ -59,11 +59,11 @@ def build_optimizer(
 
 
 def rate_at(step: int, steps: int, optim: Optim) -> float:
-    """Return the learning rate of a stage's step (from 0): warm-up, then the schedule."""
+    """Return the learning rate of a stage's step, counted from 0: warm-up, then schedule."""
     warmup = warmup_steps(steps, optim)
     if step < warmup:
         return optim.lr * (step + 1) / warmup
-    if isinstance(optim.schedule, StepDecay):  # `every` is in steps: the stage converted epochs
+    if isinstance(optim.schedule, StepDecay):  # `Stage.optim` converted `every` to steps
         return optim.lr * optim.schedule.factor ** (step // int(optim.schedule.every))
     if optim.schedule == "constant":
         return optim.lr
@@ -372,7 +372,7 @@ class _Copy:
     name: str
     parameter: nn.Parameter
     leaf: nn.Parameter | None
-    targets: tuple[Tensor, ...]  # contiguous stretches, in the order of the parameter's rows
+    targets: tuple[Tensor, ...]  # the copy, in contiguous stretches in the order of its rows
     # where the stretches are in the leaf's gradient, if the leaf also has frozen rows; else None
     ranges: tuple[Span, ...] | None = None
     version: int = -1  # of the parameter, when it was copied
