@@ -74,7 +74,7 @@ def test_a_model_that_cannot_generate_still_has_a_result(
     monkeypatch.setattr(samples, "continue_texts", refuse)
     record = fl.run(recipe_of("gpt"), runs=tmp_path)
     assert record.result.status == "finished"
-    assert [note.text for note in record.events(NoteEvent)] == ["no samples: no cache"]
+    assert [note.text for note in record.events(NoteEvent)] == ["no text was generated: no cache"]
     assert not (record.folder / "samples.json").exists()
 
 

@@ -202,7 +202,7 @@ class GradientSum:
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshard FSDP modules, so that their parameters are the optimizer's shards again."""
+    """Shard the parameters of FSDP modules again, which an evaluation leaves gathered."""
     for module in model.modules():
         if type(module).__name__.startswith("FSDP"):
             module.reshard()  # type: ignore[operator]

@@ -131,7 +131,7 @@ def _macro_f1(totals: Totals) -> float:
     return sum(scores) / len(scores)
 
 
-# The metrics of each text task; recipe/settings.py has the facts about them.
+# The metrics of each text task; recipe/settings.py says, for example, which are better if lower.
 COMPUTED: dict[str, dict[str, Callable[[Totals], float]]] = {
     "classification": {
         "loss": lambda totals: totals.loss,
@@ -230,14 +230,14 @@ class TextTally:
 
 @dataclass
 class EnvelopeTally:
-    """Sums of loss and Pearson's r over windows, which are pieces of recordings.
+    """Sums of loss and of Pearson's r of predicted and true envelope, over pieces of recordings.
 
     Whole recordings are scored by `frostlab.training.eeg_report`.
     """
 
     objective: EnvelopeObjective
     device: torch.device
-    sums: Tensor = field(init=False)  # loss, windows and Pearson's r
+    sums: Tensor = field(init=False)  # loss, number of pieces (windows), Pearson's r
 
     def __post_init__(self) -> None:
         self.sums = torch.zeros(3, dtype=exact_dtype(self.device), device=self.device)

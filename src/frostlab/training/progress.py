@@ -247,7 +247,7 @@ class Terminal:
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(table_column=Column(no_wrap=True)),  # only the bar gets shorter
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),  # if tight, the bar shrinks
             TextColumn("{task.fields[numbers]}", markup=False),
             TimeElapsedColumn(table_column=Column(no_wrap=True)),
             TimeRemainingColumn(table_column=Column(no_wrap=True)),

@@ -85,7 +85,7 @@ def restore(context: RunContext, progress: Progress, checkpoint: Checkpoint) -> 
         stages = context.stages[: progress.stage + 1]
         built = build_model(context.recipe, context.prepared, stages)
         _replace_model(context, built, progress.stage)
-        if (audit := context.current.audit) is not None:
+        if (audit := context.current.audit) is not None:  # verify against the saved digests
             context.current = replace(context.current, audit=Audit(audit.model, progress.frozen))
     context.current = replace(context.current, frozen=checkpoint.frozen())
     load_weights(context.model, checkpoint)

@@ -115,8 +115,8 @@ def run(
         data_dir: the folder with the data sets.
         resume: continue the unfinished run in `out`, or the newest unfinished run of this recipe in
             `runs`. If there is no run yet, begin one; refuse a finished or diverged run.
-        tensorboard: a folder to which TensorBoard event files are written during the run. A scaled
-            run, or one with stand-ins, writes them to a subfolder whose name says so.
+        tensorboard: a folder to which TensorBoard event files are written during the run. A run
+            that is scaled or has stand-ins (see below) writes to a subfolder whose name says so.
         scale: tiny or small: fewer examples, fewer steps and narrower layers; full: the
             unscaled recipe; None: the scale that the recipe sets. `settings` win over the scale.
         stand_in: use built-in data, a learned tokenizer or random weights in place of a data set, a
@@ -466,7 +466,7 @@ def _report(context: RunContext, progress: Progress) -> Report:
 
 
 def _measure_report(context: RunContext, step: int) -> Report:
-    """Return metrics of the `report` split and EEG scores; write predicted classes to a file."""
+    """Return the `report` split's metrics and, for EEG, scores; write predicted classes."""
     if not context.task.predicts_classes:
         return context.task.report(context, measure(context, "report", step))
     labels = as_token_data(context.prepared).splits["report"].labels

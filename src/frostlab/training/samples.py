@@ -52,7 +52,8 @@ def write_samples(context: RunContext, progress: Progress) -> None:
     try:
         samples = _generate(context, progress)
     except Exception as error:  # models raise errors of many types; the run itself has succeeded
-        context.folder.event("note", progress.step, text=f"no samples: {first_line(error)}")
+        note = f"no text was generated: {first_line(error)}"
+        context.folder.event("note", progress.step, text=note)
         return
     record = Samples(
         samples=samples,

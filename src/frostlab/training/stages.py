@@ -61,9 +61,10 @@ def in_steps(every: Every, per_epoch: int) -> int:
 
 
 def stage_at(stages: Sequence[Stage], step: int, ended: Sequence[int] = ()) -> tuple[int, int]:
-    """Return the index of the stage of a step (from 0), and the step's index within that stage.
+    """Return the index of the stage that a step belongs to, and the step's index within the stage.
 
-    `ended` holds the number of steps of each finished stage, which may be fewer than planned.
+    Stages and steps are counted from 0. `ended` holds the number of steps of each finished stage,
+    which may be fewer than planned.
     """
     if step < 0:
         raise BadInput(f"step {step} is before the first stage")

@@ -33,7 +33,7 @@ from frostlab.typed import read
 
 @dataclass
 class Best:
-    """The best value of a metric so far; `since` counts the evaluations since then."""
+    """The best value of a metric so far; `since` counts the evaluations after the best one."""
 
     metric: Metric
     value: float | None = None

@@ -22,7 +22,7 @@ def _envelope_loss(model: nn.Module, recipe: Recipe) -> Objective:
 
 
 def _check_recordings(prepared: PreparedData) -> None:
-    """Fit and score the linear baseline, which fails if the recordings cannot be scored."""
+    """Fit and score the ridge decoder; an error is raised if recordings cannot be scored."""
     from frostlab.training.eeg_report import baseline_scores  # imports scipy, only EEG needs it
 
     assert isinstance(prepared, Signals)
