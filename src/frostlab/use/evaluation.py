@@ -23,7 +23,7 @@ from frostlab.training.restore import check_same_data
 from frostlab.use.scoring import Evaluation, Evaluator
 
 SPLITS = ("report", "tune", "train")
-_CAUTIONS = {
+_CAUTIONS = {  # split → warning to show with its metrics
     "train": "the model was trained on these examples",
     "tune": "the weights were selected on this split",
 }

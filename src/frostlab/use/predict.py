@@ -66,7 +66,7 @@ class TextLoss:
     perplexity: float | None
 
     def row(self) -> dict[str, Any]:
-        """Return flat values."""
+        """Return the values by column."""
         return {"tokens": self.tokens, "loss": self.loss, "perplexity": self.perplexity}
 
 
@@ -74,7 +74,7 @@ class Predictions(list[T]):
     """A list of predictions, in the order of the texts."""
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return flat values of each prediction, by column."""
+        """Return each prediction as a flat dict: column → value."""
         return [item.row() for item in self]  # type: ignore[attr-defined]
 
     def to_frame(self) -> Any:
@@ -103,6 +103,7 @@ class Predictor(Evaluator):
         )
 
     def _losses(self, texts: list[str]) -> Predictions[TextLoss]:
+        # a long text becomes several examples; `owners` has the index of each example's text
         tokens, owners = encode_documents(texts, self.encoder, self.recipe.data.length)
         losses, counts = np.zeros(len(texts)), np.zeros(len(texts), dtype=np.int64)
         for rows, logits, targets in self._logits(tokens):
