@@ -243,7 +243,7 @@ def _check_stored(scores: EnvelopeScores) -> None:
         raise BadInput("these are not envelope scores: a recording has no segment")
     tallies = [t for score in scores.recordings for t in (score.match, score.attended) if t]
     if any(not 0 <= tally.right <= tally.decisions or tally.windows < 0 for tally in tallies):
-        raise BadInput("these are not envelope scores: a recording's decisions cannot be so many")
+        raise BadInput("these are not envelope scores: impossible counts of decisions or windows")
 
 
 def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
