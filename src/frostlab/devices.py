@@ -126,7 +126,7 @@ def prepares_kernels(device: torch.device) -> bool:
 
 
 def updates_conditionally(device: torch.device) -> bool:
-    """Return whether fused optimizers clip, and skip NaN steps, without a synchronization."""
+    """Return whether fused optimizers clip, and skip NaN steps, without waiting for the device."""
     return device.type == "cuda"
 
 

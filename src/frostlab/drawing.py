@@ -1,8 +1,8 @@
 """Drawing of charts in a second process, while this process goes on.
 
-The drawing library runs JavaScript and takes half a second to start. While it works, no other
-thread of its process runs. This file is also the program of the second process, which imports
-nothing else of frostlab.
+The drawing library, vl-convert, runs JavaScript and takes half a second to start. While it works,
+no other thread of its process runs. This file is also the program of the second process, which
+imports nothing else of frostlab.
 """
 
 import importlib
@@ -39,7 +39,7 @@ class Drawer:
         trace: TracebackType | None,
     ) -> None:
         if self._process is not None:
-            self._process.kill()  # ends a call that waits for it
+            self._process.kill()  # so that a call that waits for an answer ends
         self._thread.shutdown(cancel_futures=True)
         self.stop()
 

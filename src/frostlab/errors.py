@@ -93,7 +93,10 @@ def require(package: str, extra: str, purpose: str) -> Any:
 
 
 def check_registration(function: str, name: object, registered: object) -> None:
-    """Refuse to register something under an unusable name, or something that is not a function."""
+    """Refuse to register something under an unusable name, or something that is not a function.
+
+    `function` is the name of the public function that was called, for the message.
+    """
     if not isinstance(name, str) or not name or name != name.strip():
         raise BadInput(f"{function}: {name!r} is not a name")
     if not callable(registered):

@@ -159,7 +159,7 @@ def test_a_cut_off_archive_is_one_line(tmp_path: Path) -> None:
 def test_two_files_of_one_split_are_refused(tmp_path: Path, write: Callable[..., Path]) -> None:
     write(tmp_path / "train.jsonl", ROWS)
     write(tmp_path / "train.jsonl.gz", ROWS)
-    with pytest.raises(BadInput, match="both split train"):
+    with pytest.raises(BadInput, match="both the split train"):
         split_files(tmp_path)
 
 

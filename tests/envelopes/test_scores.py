@@ -176,7 +176,7 @@ SHORT = replace(ONE, eeg=ONE.eeg[:200], envelope=ONE.envelope[:200], other=None)
         (ONE, {}, {}, "no prediction for recording s0_0"),
         (ONE, {"s0_O": 1}, {}, "no prediction for recording s0_0"),
         (ONE, {"s0_0": 1, "s0_1": 1}, {}, "there is a prediction for s0_1, but no such recording"),
-        (ONE, {"s0_0": np.ones(9)}, {}, "s0_0: the prediction is (9,), and the envelope (1280"),
+        (ONE, {"s0_0": np.ones(9)}, {}, "s0_0: the prediction has shape (9,), and the envelope"),
         (ONE, {"s0_0": np.full(1280, np.nan)}, {}, "s0_0: the prediction has values that"),
         (FLAT, {"s0_0": GOOD["s0_0"]}, {}, "s0_0: the envelope is flat; nothing"),
         (SHORT, {"s0_0": GOOD["s0_0"][:200]}, {},

@@ -90,7 +90,7 @@ def test_an_interaction_that_cannot_be_known_says_why(fair: fl.GroupResult) -> N
     assert text == "too few seeds: both comparisons have 3 in common; at least 5 are needed."
     lost = with_values(evidence, BETTER, BASE, word="did not finish")
     text = _interaction(ASKED, {"causal": lost, "both": whole}, 1)
-    assert text == 'not shown: the verdict on causal is "did not finish".'
+    assert text == 'not shown: the verdict in causal is "did not finish".'
     other = with_values(evidence, BETTER, BASE, "perplexity")
     text = _interaction(ASKED, {"causal": other, "both": whole}, 1)
     assert text.startswith(
@@ -131,7 +131,7 @@ def transfer(*words: str) -> str:
 def test_whether_it_carries_over_is_read_from_the_groups_of_both_models() -> None:
     agree = transfer("better", "better")
     assert agree == (
-        "Yes, as far as these verdicts agree: BERT: paper/sst2 +0.01 [+0.009, +0.011] (better). "
+        "Yes, these verdicts agree: BERT: paper/sst2 +0.01 [+0.009, +0.011] (better). "
         "GPT: imdb +0.01 [+0.009, +0.011] (better)."
     )
     assert transfer("worse", "better").startswith("Not in every comparison: BERT: paper/sst2")

@@ -1,6 +1,6 @@
 """The training runs of a comparison, and the folder that stores its plan and results.
 
-A task is one run of an arm, which is a variant of the recipe.
+A task is one training run of an arm; an arm is a variant of the recipe.
 """
 
 import json
@@ -31,14 +31,15 @@ from frostlab.typed import check_schema, read
 
 _MOST_JOBS = 256
 _PLAN, _LOCK = "plan.json", "compare.lock"
-_INPUTS = (_PLAN, "steps.json", "quick.json", "assay.json", "tuning.json")  # read by later calls
+# Files that a later call reads, besides the runs, to continue or judge the comparison.
+_INPUTS = (_PLAN, "steps.json", "quick.json", "assay.json", "tuning.json")
 
 
 @dataclass(frozen=True)
 class ArmTask(Task):
-    """One training run of an arm; `name` is the arm's name, with its tuned values if any."""
+    """One training run of an arm; `name` is the arm, with tuned values if any: oelm@lr=0.001."""
 
-    number: int  # the seed or, for a timed run, the round
+    number: int  # the seed or, in `round_tasks`, the index of the round
 
     @property
     def key(self) -> tuple[str, int]:
@@ -83,7 +84,7 @@ class Runner:
     """A runner of tasks that reports progress and the time left.
 
     Tasks run one at a time in this process, with a progress bar on a live screen; or `jobs` at a
-    time in workers on this device; or in the `places` that the user has chosen.
+    time in worker processes on this device; or in the `places` that the user has chosen.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Runner:
 
     @property
     def on_cluster(self) -> bool:
-        """Whether runs train on a Ray cluster or through Slurm; steps are timed in this process."""
+        """Whether runs train on a Ray cluster or through Slurm."""
         return self._places is not None and (self._places.ray or self._places.slurm) is not None
 
     def must_train(self, path: Path) -> None:
@@ -114,7 +115,7 @@ class Runner:
     def run_all(
         self, tasks: Sequence[ArmTask], *, alone: bool = False
     ) -> dict[tuple[str, int], RunRecord]:
-        """Run the tasks that are not done, and return the records of all by arm and number.
+        """Run the tasks that are not done, and return the records of all tasks by `ArmTask.key`.
 
         A run that fails in training also has a record, and does not stop the other runs. With
         `alone`, tasks run one at a time, so that no task slows another down.
@@ -181,7 +182,7 @@ class Runner:
 
 
 def _logs_of(runs: Path) -> Path:
-    """Make and return the folder for the output of the runs in `runs`, a comparison's folder."""
+    """Make and return the folder for the logs of a comparison's folder of runs, such as `runs`."""
     logs = runs.parent / QUEUE / runs.name / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     return logs
@@ -194,10 +195,11 @@ def _never() -> bool:
 def round_tasks(
     plan: Plan, folder: Path, tuned: Mapping[str, Mapping[str, float]]
 ) -> list[ArmTask]:
-    """Return repeated runs of every arm with the first seed, which are only timed.
+    """Return the tasks of the plan's rounds; in a round, every arm trains once, to be timed.
 
-    `tuned` holds the values of tuned settings by arm. Every second round takes the arms in reverse
-    order, so that a drift of the machine's speed affects all arms alike.
+    All rounds have the first seed. `tuned` holds the values of tuned settings by arm. Every second
+    round takes the arms in reverse order, so that a drift of the machine's speed affects all arms
+    alike.
     """
     return [
         ArmTask(arm.name, plan.recipe_of(arm, plan.seeds[0], tuned.get(arm.name)),
@@ -223,10 +225,10 @@ def _duration(seconds: float) -> str:
 class StoredPlan:
     """The content of plan.json."""
 
-    schema: int  # `plan.SCHEMA` when it was written
+    schema: int  # version of the file's format: `SCHEMA` of frostlab.comparison.plan
     plan: dict[str, Any]  # the keys of `Plan`
     planned: float  # when the plan was written first, in seconds since 1970
-    looks: list[Look]  # the looks so far, oldest first
+    looks: list[Look]  # the looks (analyses of the results) so far, oldest first
 
 
 def stored_plan(path: Path) -> StoredPlan | None:
@@ -264,9 +266,9 @@ class ComparisonFolder:
     def open(self, plan: Plan, looks: Sequence[Look] = ()) -> Iterator[Plan]:
         """Lock the folder, write the plan, and yield it with the seeds of earlier calls.
 
-        A stored plan with another digest is an error. The lock keeps other comparisons from writing
-        to the folder. If a plan is carried out again, `looks` are the looks (analyses of the
-        results) of the original comparison; they are stored with the new plan.
+        A stored plan with another digest is an error; seeds do not change the digest. The lock
+        keeps other comparisons from writing to the folder. If the comparison reproduces another
+        one, `looks` are the looks of the original; they are stored with the new plan.
         """
         if self.path.exists() and not self.path.is_dir():
             raise BadInput(f"{self.path} is a file; choose another folder with --out")
@@ -296,10 +298,7 @@ class ComparisonFolder:
             lock.release()
 
     def _with_stored_seeds(self, plan: Plan, known: Sequence[Look]) -> Plan:
-        """Store and return the plan, with the stored plan's seeds before its own new seeds.
-
-        A stored plan with another digest is refused.
-        """
+        """Store and return the plan, with the stored plan's seeds before its own new seeds."""
         stored, planned, looks = self._stored(), round(time.time(), 3), list(known)
         if stored is not None:
             before = read_plan(stored.plan, self.path / _PLAN)
@@ -335,7 +334,7 @@ class ComparisonFolder:
         stored = self._stored()
         assert stored is not None, "the plan is written first"
         looks = take_look(plan, self.path, results, stored.looks)
-        # Looks in other folders are stored, too: only this machine's register has them.
+        # Store looks at results in other folders, too, for when this folder is on another machine.
         known = [*looks.earlier, looks.current]
         new = [look for look in known if look not in stored.looks]
         if new:
@@ -362,7 +361,8 @@ class ComparisonFolder:
     def write(self, name: str, value: Any) -> None:
         """Write a JSON file atomically, with null for numbers that are not finite.
 
-        The manifest of an earlier call no longer holds then, and is removed.
+        The manifest of an earlier call, which has the checksums of the folder's files, is removed,
+        because it is no longer right.
         """
         (self.path / MANIFEST).unlink(missing_ok=True)
         write_whole(self.path / name, json.dumps(finite(value), indent=1) + "\n")

@@ -4,7 +4,7 @@ All arms (variants of one recipe) run in one process and take blocks of steps in
 one block of every arm. Every two rounds are a pair and use the same batches. After a few pairs, all
 models are built again (a build). The controls are further copies of the baseline, which differ only
 in their memory addresses. An arm is called faster or slower only if it differs from the copies by
-more than they differ from each other. If a control differs that much, the timing proves nothing.
+more than they differ from each other. If a control differs so much itself, the timing is unproven.
 """
 
 import gc
@@ -116,7 +116,7 @@ class TimedArm:
         self.feed = make_feed(current, recipe, prepared, task, compute)
         self.step = make_step(current, recipe, prepared, task, compute, self.feed)
         self.order = self.feed.order(0)[:MOST_BATCHES] if order is None else order
-        self.scored = [self.feed.examples.scored(rows) for rows in self.order]
+        self.scored = [self.feed.examples.scored(rows) for rows in self.order]  # target counts
         if order is None or self.step.kind != "eager":
             self._warm_up_every_shape(shorten=order is None)
         if metered and self.step.kind == "eager":
@@ -125,7 +125,7 @@ class TimedArm:
         self.prepare_seconds, self.peak_bytes = meter.read() if meter else (0.0, None)
 
     def take(self, batches: Sequence[int]) -> Outcome:
-        """Take a training step on each of these batches, with a learning rate of 0."""
+        """Take a training step on each of these batches of `order`, with a learning rate of 0."""
         for index in batches:
             micro_batches = self.feed(self.order[index])
             seed_step(self.recipe.seed, index, 0, self.device)
@@ -287,14 +287,14 @@ def choose_block(timed: Mapping[str, TimedArm], clock: BlockClock) -> tuple[int,
 class ArmTiming:
     """The time and the memory that one arm's steps need."""
 
-    ratio: Ratio | None  # to the copies of the baseline; None for the baseline itself
+    ratio: Ratio | None  # its time over that of the baseline's copies; None for the baseline itself
     ms_median: float  # per step, on the device's clock
     ms_mean: float  # per step, on the device's clock
     host_ms_median: float  # per step, on the host's clock
     blocks: tuple[float, ...]  # seconds of each block, by round
     step: str  # kind of step: eager, compiled or captured
     step_reason: str  # why this kind was chosen
-    prepare_seconds: float  # time of the first build and warm-up (eager: see `TimedArm`)
+    prepare_seconds: float  # of the first build and warm-up; if eager, the baseline warms up longer
     peak_bytes: int | None  # peak memory of the first build and warm-up; None without CUDA
     optimizer_bytes: int  # size of the optimizer's state
     trainable: int  # number of trainable parameters

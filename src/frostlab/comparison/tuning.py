@@ -4,8 +4,8 @@ A setting such as the learning rate is tuned for each arm (variant of the recipe
 the same grid, and every value of the grid is trained with every seed; several settings are tuned
 together, in all combinations of their values. So a run is both a trial and a result: for each
 seed, the values are chosen by the scores of the *other* seeds, on the split that also selects
-checkpoints. The choice never sees the result that it is judged by. With a single seed, its own
-score on that split decides.
+checkpoints. So a seed's own run, whose result is compared, has no part in the choice. With a single
+seed, its own score on that split decides.
 """
 
 import math
@@ -37,7 +37,7 @@ class Trials:
     trials: tuple[Trial, ...]  # the same for every arm
     chosen: dict[str, dict[int, Trial]]  # arm → seed → best trial over the other seeds
     best: dict[str, Trial]  # arm → best trial over all seeds
-    settings: tuple[TunedSetting, ...]
+    settings: tuple[TunedSetting, ...]  # the search of each tuned setting
     unproven: dict[str, str]  # arm → why no verdict can follow from its tuning
 
     def results(self) -> dict[tuple[str, int], RunRecord]:
@@ -113,7 +113,10 @@ class _Search:
         return min(self.trials, key=rank)
 
     def extended(self, key: str, values: tuple[float, ...]) -> tuple[float, ...]:
-        """Return the grid, extended at each end that is best for some arm, if that is valid."""
+        """Return the grid, extended by a value at each end that is best for some arm.
+
+        A value that the recipe refuses is not added.
+        """
         best = {dict(self.best(arm.name))[key] for arm in self.plan.arms}
         below, above = self._beyond(key, values)
         return (
@@ -124,7 +127,7 @@ class _Search:
 
     def _beyond(self, key: str, values: Sequence[float]) -> tuple[float | None, float | None]:
         """Return the next value below and above a grid; None where there is no valid value."""
-        # The first ratio of the grid; a grid that begins at 0 has no such ratio.
+        # The ratio of the first two values; a grid that begins at 0 has no such ratio.
         step = values[1] / values[0] if values[0] else 3.0
         below = self._if_valid(key, values[0] / step) if values[0] else None
         return below, self._if_valid(key, values[-1] * step)
@@ -222,7 +225,7 @@ class _Search:
 
 
 def _score(record: RunRecord) -> float | None:
-    """Return a finished run's best value on the split that selects checkpoints, if it is finite."""
+    """Return a finished run's best score on the split that selects checkpoints, if it is finite."""
     if record.ending != "finished":
         return None
     value = record.result.best.value
@@ -230,7 +233,7 @@ def _score(record: RunRecord) -> float | None:
 
 
 def chosen_trials(plan: Plan, folder: Path) -> Trials:
-    """Return the runs that a plan lists, as trials without tuned settings."""
+    """Return the finished runs that a plan lists in `runs`, as trials without tuned settings."""
     untuned: Trial = ()
     paths = {
         (arm, seed): Path(os.path.abspath(folder / path))

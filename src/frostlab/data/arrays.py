@@ -30,7 +30,7 @@ def read_npy(path: Path) -> NDArray[Any]:
 
 
 def read_npz(path: Path) -> dict[str, NDArray[Any]]:
-    """Read all arrays of a .npz file, which hold integers or floats."""
+    """Read all arrays of a .npz file; each must hold integers or floats."""
     arrays = {}
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as packed:
@@ -78,7 +78,8 @@ def _read_array(file: IO[bytes], size: int, where: str) -> NDArray[Any]:
         read_header = {(1, 0): format.read_array_header_1_0, (2, 0): format.read_array_header_2_0}
         shape, fortran, dtype = read_header[version](file, max_header_size=_HEADER)
     except Exception as error:  # NumPy evaluates the header, which can raise many types of errors
-        reason = "an unknown version" if isinstance(error, KeyError) else first_line(error)
+        unknown = "the version of its .npy format is unknown"
+        reason = unknown if isinstance(error, KeyError) else first_line(error)
         raise BadInput(f"{where} cannot be read: {reason:.300}") from None
     if dtype.kind not in "fiu" or dtype.itemsize > 8 or not shape:
         raise BadInput(

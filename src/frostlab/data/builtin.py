@@ -50,7 +50,8 @@ _PLAIN_WORD = re.compile(r"(?<![\w.])[a-z]+(?![\w(])")  # lower case, and no att
 # Synthetic tasks
 
 Ids = npt.NDArray[np.int64]
-SYNTHETIC_SEEDS = {"report": 101, "tune": 202, "train": 303}  # split → seed; drawn in this order
+# Split → seed; drawn in this order. `report` gives the reported result, `tune` selects checkpoints.
+SYNTHETIC_SEEDS = {"report": 101, "tune": 202, "train": 303}
 TRIES = 50  # draws in a row without a new example before an error is raised
 DRAWN_AT_ONCE = 8192  # maximum number of examples per draw
 
@@ -205,8 +206,8 @@ def split_of_module(package: str, name: str) -> str:
 def near_duplicate_key(text: str) -> str:
     """Return a key that near duplicates share: a text's first word and its lower-case words.
 
-    After the first word, words with capitals, digits or underscores, attributes and calls are left
-    out.
+    After the first word, the key omits attributes, calls, and words with capitals, digits or
+    underscores.
     """
     first, _, rest = text.partition(" ")
     return " ".join((first.lower(), *_PLAIN_WORD.findall(rest)))
@@ -280,7 +281,7 @@ def majority(data: Synthetic, count: int, random: np.random.Generator) -> tuple[
     """Draw sequences with one most frequent symbol; this symbol is the class."""
     ids = random.integers(data.symbols, size=(count, data.length))
     rows = np.arange(count)
-    # (count, symbols)
+    # (count, symbols): how often each symbol occurs in each sequence
     counts = np.zeros((count, data.symbols), dtype=np.int64)
     np.add.at(counts, (rows[:, None], ids), 1)
     # Break ties at random: the winner replaces another symbol at one position.
@@ -293,7 +294,10 @@ def majority(data: Synthetic, count: int, random: np.random.Generator) -> tuple[
 
 
 def recall(data: Synthetic, count: int, random: np.random.Generator) -> tuple[Ids, Ids]:
-    """Draw sequences of keys and values that end with a key; the value of that key is the class."""
+    """Draw keys that are each followed by a value; at the end, one key recurs.
+
+    The class is the value that followed this key.
+    """
     pairs = min(data.symbols, (data.length - 1) // 2)
     keys = random.permuted(np.tile(np.arange(data.symbols), (count, 1)), axis=1)[:, :pairs]
     values = random.integers(data.symbols, size=(count, pairs))

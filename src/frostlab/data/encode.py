@@ -63,9 +63,10 @@ def encode_labelled(
     length: int,
     writer: TokenWriter,
 ) -> Encoded:
-    """Write the rows with the indices `rows` of a portion, each cut at `length` tokens.
+    """Write some rows of a portion (the part of a split that a role gets) as examples.
 
-    `numbers` holds the class of every row of the portion's split.
+    `rows` holds the indices of these rows in the split, and `numbers` the class of every row of the
+    split. Each example is cut at `length` tokens.
     """
     chosen = np.zeros(len(portion.survey), dtype=np.bool_)
     chosen[rows] = True
@@ -75,7 +76,7 @@ def encode_labelled(
         if number < len(chosen) and chosen[number]
     )
     lengths: list[int] = []
-    second: list[int] = []
+    second: list[int] = []  # for pairs of texts: the position of each second text's first token
     cut = encoder.truncated
     with writer:
         for batch in batches(texts, lambda row_texts: sum(map(len, row_texts))):

@@ -32,8 +32,8 @@ from frostlab.recipe.recipe import Recipe
 Kind = Literal["data", "tokenizer", "weights"]
 # Files of a model on the hub, except pickled weights and other libraries' formats.
 _MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
-_EXCERPT = 4  # a set this many times smaller than the public one is an excerpt of it
-_COMMIT = re.compile(r"[0-9a-f]{40}")  # a data set's innermost folder in the cache
+_EXCERPT = 4  # a set with this many times fewer bytes than the public one is an excerpt of it
+_COMMIT = re.compile(r"[0-9a-f]{40}")  # the name of a data set's innermost folder in the cache
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ _SIZES: dict[tuple[str, str], int] = {
 
 
 def _cached_model(name: str) -> Path | None:
-    """Return the snapshot of a model in the hub's cache; None if it has not been downloaded."""
+    """Return a model's folder in the hub's cache; None if it has not been downloaded."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

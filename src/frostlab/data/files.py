@@ -1,6 +1,7 @@
 """Readers of text files: rows of tables, pieces of running text, or lines.
 
-Running text is a `.txt` file of documents. All files are read in parts of bounded size.
+Running text is the content of a `.txt` file: one or more documents. All files are read in parts of
+bounded size.
 """
 
 import codecs
@@ -62,7 +63,7 @@ def split_files(folder: Path) -> dict[str, Path]:
             continue
         split = path.name.removesuffix(".gz").rpartition(".")[0]
         if split in files:
-            raise BadInput(f"{path} and {files[split].name} are both split {split}; remove one")
+            raise BadInput(f"{path} and {files[split].name} are both the split {split}; remove one")
         files[split] = path
     return files
 

@@ -21,7 +21,7 @@ ROWS_PER_BYTE = 100  # the most rows per byte of a file; only repeated values co
 FOOTER = 16 << 20  # the most bytes of the footer
 _HEADER = 1 << 20  # the most bytes of the header of a page
 _DEPTH = 12  # the most levels of structs and lists in a footer
-_PADDING = 100  # bytes by which old writers understate the length of a column
+_PADDING = 100  # the most bytes by which old writers understate the length of a column
 
 
 def batch_rows(path: Path, file: IO[bytes], metadata: Any, columns: Collection[str]) -> list[int]:
@@ -61,8 +61,8 @@ class _Chunk:
 
     path: str  # in the schema, with dots
     start: int  # byte at which its first page begins
-    compressed: int  # bytes of its pages
-    uncompressed: int
+    compressed: int  # bytes of its pages in the file
+    uncompressed: int  # bytes of its pages when they are uncompressed
 
 
 def _footer(path: Path, file: IO[bytes], size: int) -> list[list[_Chunk]]:
@@ -74,7 +74,8 @@ def _footer(path: Path, file: IO[bytes], size: int) -> list[list[_Chunk]]:
     file.seek(max(0, size - 8 - length))
     try:
         footer = _Compact(file.read(length)).struct()
-        # The numbers are the fields of FileMetaData, RowGroup, ColumnChunk and ColumnMetaData.
+        # The numbers are ids of fields in parquet.thrift: of FileMetaData, RowGroup and
+        # ColumnChunk, and of ColumnMetaData in `_chunk`.
         return [[_chunk(column[3]) for column in group[1]] for group in footer[4]]
     except (IndexError, KeyError, TypeError, ValueError):
         raise BadInput(f"{path} is damaged: its footer cannot be read") from None
@@ -113,7 +114,7 @@ def _page_header(path: Path, file: IO[bytes], start: int) -> tuple[int, int, int
         header = _Compact(file.read(most))
         try:
             fields = header.struct()
-            sizes = int(fields[2]), int(fields[3])  # of PageHeader
+            sizes = int(fields[2]), int(fields[3])  # fields of PageHeader
             return *sizes, header.position
         except IndexError:  # the header is longer than the bytes read
             continue

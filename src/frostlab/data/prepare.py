@@ -103,8 +103,8 @@ class _SyntheticFacts:
 class _TextFacts:
     """Cached metadata of prepared text."""
 
-    vocabulary: int
-    pad: int
+    vocabulary: int  # number of token ids
+    pad: int  # id of the padding token
     # role → its record, without source and files, so that a copy of the files uses the same cache
     splits: dict[str, SplitRecord]
 
@@ -114,8 +114,8 @@ def prepare(
 ) -> PreparedData:
     """Return a recipe's data, from the cache if they were prepared before.
 
-    Their caution, a warning to show with every score, includes the recipe's: the scale if it is
-    reduced, such as tiny, and the stand-ins that replace missing data or weights.
+    The result's `caution` is a warning to show with every score. It names a reduced scale of the
+    recipe, such as tiny, stand-ins for missing data or weights, and what the data themselves need.
     """
     _check_sizes(recipe.data)
     cache = cache_folder(cache)
@@ -140,10 +140,10 @@ def data_digest(recipe: Recipe, data_dir: Path | None = None, cache: Path | None
 
 
 def find_path(recipe: Recipe, digest: str, data_dir: Path | None) -> str | None:
-    """Return the path of the data of a comparison's runs, which have this digest.
+    """Return a path of data with this digest, which the runs of a comparison have recorded.
 
     Return None if the recipe's data have no path. The recipe's own path is tried first, then the
-    files and folders in the data folder; those of the same name come before the others.
+    files and folders in the data folder, beginning with those that have the own path's name.
     """
     own = getattr(recipe.data, "path", None)
     if own is None:
@@ -167,7 +167,7 @@ def find_path(recipe: Recipe, digest: str, data_dir: Path | None) -> str | None:
 
 
 def _places(own: str, parent: Path | None) -> Iterator[str]:
-    """Yield the recipe's own path, then places in a folder, the same name first."""
+    """Yield the recipe's own path, then places in `parent`, those with the same name first."""
     yield own
     if parent is None:
         return
@@ -457,7 +457,8 @@ def _describe(
     whole = portion.characters is None
     rows = np.flatnonzero(portion.taken) if labelled is None else labelled[0]
     numbers = None if labelled is None else labelled[1]
-    # A range of characters holds parts of documents, so empty and repeated texts are not counted.
+    # A portion that is not whole rows but a range of characters holds parts of documents, so its
+    # empty and repeated texts are not counted.
     counts = count_rows(portion.survey, rows, numbers) if whole else RowCounts()
     other = sum(portion.carved.values()) + sum(portion.dropped.values())
     return SplitRecord(

@@ -36,7 +36,7 @@ def register_data(
             the final scores). If tune or report is missing, a share of train is held out.
             A row is (text, label) for classification and a text for language; the order of
             the rows must be the same in every call.
-        task: `classification` or `language`.
+        task: `classification` or `language` (language modelling).
 
     A name can be registered again only with a function of the same module and name, as when a
     notebook cell runs again.

@@ -37,7 +37,7 @@ HELD_OUT = 0.05  # share of train that replaces a missing tune split, and a miss
 LANGUAGES = (
     "ar", "bg", "de", "el", "en", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur", "vi", "zh",
 )  # fmt: skip
-SPLIT_NAMES = ("train", "validation", "test")  # file names that have a role by default
+SPLIT_NAMES = ("train", "validation", "test")  # file names, without ending, with a role by default
 _WHOLE_NUMBER = re.compile(r"-?\d{1,20}")
 _TRUE = ("1", "true", "yes", "on")  # values of environment variables that mean yes
 
@@ -55,7 +55,7 @@ class Columns:
 
 
 class Row(NamedTuple):
-    """One example, or a piece of a document; `ends` marks the last piece."""
+    """One example, or a piece of a document; `ends` is False if pieces of the document follow."""
 
     line: int  # number of the line or row, from 1; 0 for a .txt file
     texts: tuple[str, ...]
@@ -249,7 +249,7 @@ class SplitPlan:
     report: Split | float
     columns: Columns
     classes: int | None  # number of classes; None: as many as train has labels
-    unused: tuple[str, ...] = ()  # files of the user's folder, see `_unused_files`
+    unused: tuple[str, ...] = ()  # data files in the user's folder that no role uses
 
 
 def plan_splits(data: TextData, data_dir: Path | None, cache: Path) -> SplitPlan:

@@ -34,7 +34,9 @@ _FACTS = "survey.json"
 # array of a survey → its dtype
 _COLUMN_TYPES = {"keys": "uint64", "sizes": "int64", "codes": "int64", "empty": "uint8"}
 _VERSION = 1  # version of a survey's files; raise it when they change
-_SALT = {"report": 1, "tune": 2, "limit": 3}  # gives each purpose its own hash of rows
+# Purpose (holding out rows for a role, or choosing `data.limit` rows) → number that makes its
+# pseudo-random order of rows differ from the others'.
+_SALT = {"report": 1, "tune": 2, "limit": 3}
 
 
 # Surveys

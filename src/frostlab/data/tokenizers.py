@@ -36,10 +36,12 @@ from frostlab.storage import (
 )
 
 PAD, END, SEPARATOR, UNKNOWN = "<|pad|>", "<|end|>", "<|sep|>", "<unk>"
-SAMPLE = 100_000_000  # approximate maximum of characters that a vocabulary is learned from
-# Of these, the maximum number in very long words, which take 50 bytes of memory per character.
+SAMPLE = 100_000_000  # a vocabulary is learned from about this many characters at most
+# At most this many of them are in very long words, which take 50 bytes of memory per character.
 ENDLESS = 5_000_000
-HEAD = 6  # characters to encode per wanted token; most texts need fewer
+# A text that is to be cut at n tokens is encoded from its first HEAD × n characters, unless these
+# give fewer tokens, which is rare.
+HEAD = 6
 Texts = tuple[str, ...]  # one text, or the two texts of a pair
 
 

@@ -18,7 +18,7 @@ from frostlab.recipe.data import Task
 from frostlab.storage import read_json
 from frostlab.typed import read
 
-FACTS = "prepared.json"  # the metadata of a folder in the cache
+FACTS = "prepared.json"  # name of the file with the metadata of a folder in the cache
 _OPTIONAL = ("labels", "second", "scored_from")  # arrays that a split may lack
 _TYPES = {"starts": np.int64, "stops": np.int64, "labels": np.int64} | dict.fromkeys(
     ("second", "scored_from"), np.int32

@@ -151,7 +151,7 @@ class Tally:
 
     right: float  # number of right decisions; a tie counts half
     decisions: int  # number of decisions
-    windows: int  # number of windows
+    windows: int  # number of windows with a decision
 
     @property
     def accuracy(self) -> float | None:
@@ -203,7 +203,10 @@ def match_mismatch(prediction: ArrayLike, envelope: ArrayLike, window: int, gap:
 def match_attended(
     prediction: ArrayLike, envelope: ArrayLike, other: ArrayLike, window: int
 ) -> Tally:
-    """Count windows whose prediction correlates more with the attended than the ignored speaker."""
+    """Count windows whose prediction correlates more with `envelope` than with `other`.
+
+    These are the envelopes of the attended and of the ignored speaker.
+    """
     starts = np.arange(0, np.shape(envelope)[0] - window + 1, window)
     predicted, attended, ignored = (
         _windows(np.asarray(values, np.float64), starts, window)

@@ -81,8 +81,8 @@ def eeg_page(
         whose = f", for {next(iter(decoders))}" if len(decoders) > 1 else ""
         dashed = "" if best_r is None else f"; dashed: upper bound, {best_r:.3f}"
         charts[name] = draw_subjects(subject_rows(decoders), best_r).properties(
-            title="Correlation with the envelope, by subject; grey: 5 % to 95 % quantile of r by "
-            f"chance{whose}{dashed}"
+            title="Correlation r of decoded and true envelope, by subject; grey: 5 % to 95 % "
+            f"quantile of r by chance{whose}{dashed}"
         )
         table = scores_table(decoders, best_r).splitlines()
         splits.append({"title": (titles or {}).get(split, split), "table": table, "name": name})
@@ -170,7 +170,10 @@ def subject_rows(decoders: Mapping[str, EnvelopeScores]) -> Rows:
 
 
 def draw_subjects(rows: Rows, best: float | None = None) -> Any:
-    """Draw r for each subject and decoder, with the first decoder's chance range in grey."""
+    """Draw r for each subject and decoder, with the first decoder's chance range in grey.
+
+    A dashed line marks `best`, an upper bound on any decoder's r.
+    """
     alt = _altair()
     decoders = list(dict.fromkeys(row["decoder"] for row in rows))
     first_rows = [row for row in rows if row["decoder"] == decoders[0]]

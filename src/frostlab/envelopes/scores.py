@@ -243,7 +243,7 @@ def _check_stored(scores: EnvelopeScores) -> None:
         raise BadInput("these are not envelope scores: a recording has no segment")
     tallies = [t for score in scores.recordings for t in (score.match, score.attended) if t]
     if any(not 0 <= tally.right <= tally.decisions or tally.windows < 0 for tally in tallies):
-        raise BadInput("these are not envelope scores: more decisions are right than were made")
+        raise BadInput("these are not envelope scores: impossible counts of decisions or windows")
 
 
 def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
@@ -401,7 +401,7 @@ def _check_signals(recording: Recording, prediction: NDArray[Any], settings: Set
             continue
         if values.shape != envelope.shape:
             raise BadInput(
-                f"{name}: the {what} is {values.shape}, and the envelope {envelope.shape}"
+                f"{name}: the {what} has shape {values.shape}, and the envelope {envelope.shape}"
             )
         if not np.isfinite(values).all():
             raise BadInput(f"{name}: the {what} has values that are not finite")
@@ -437,7 +437,8 @@ def scores_table(decoders: Mapping[str, EnvelopeScores], best: float | None = No
     lines.append(
         f"{counted(first.subjects, 'subjects')}, {counted(first.recordings, 'recordings')}; "
         "r: mean by Fisher's z over subjects, with its t interval; chance ≤: 95 of 100 means with "
-        "mismatched envelopes are below this value; p ≤ 0.05: number of subjects with such a p; "
+        "mismatched envelopes are below this value; p: how probable so large a mean is by chance; "
+        "p ≤ 0.05: number of subjects with such a p; "
         "match: right choices between the envelope of a window and one from before or after it"
         + "; r other: r with the ignored speaker; attended: right choices between both speakers"
         * two_speakers

@@ -31,7 +31,8 @@ _SCHEMA = 2  # version of scores.json
 _BEST = {"report": "best_r", "unseen": "best_r_unseen"}
 
 Scores = dict[str, dict[str, EnvelopeScores]]  # split → decoder → its scores
-Reported = Mapping[str, Mapping[str, Any]] | None  # split → decoder → object with `digest`
+# `scores` of a run's result.json: split → decoder → an object with the `digest` of its scores
+Reported = Mapping[str, Mapping[str, Any]] | None
 
 
 def scores_file(

@@ -1,6 +1,7 @@
 """The comparisons and groups inside a folder that `frostlab report` is called with.
 
-Each is named by its path from this folder, which is called the reported folder.
+A group is a folder of comparisons that belong together. Comparisons and groups are named by their
+path from the folder of the report, which is called the reported folder.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The catalogue: the steps, FLOPs, time and memory of every experiment of a group.
 
 Everything is computed from the recipe, without the data. The time is the number of steps times the
-time of such a step, which was measured in advance (`frostlab.experiments.steps`). If a kind of step
+time of one step, which was measured in advance (`frostlab.experiments.steps`). If a kind of step
 that an experiment takes was not measured, the experiment's time is not known, and its peak memory
 is an estimate or, for a Conformer, not known.
 """
@@ -67,15 +67,15 @@ def catalogue(groups: Iterable[Group]) -> dict[str, list[Entry]]:
 
 def _entry(group: Group, name: str, facts: Experiment, models: Models) -> Entry:
     recipe = group.recipe(name)
-    per_step = recipe.train.batch * recipe.data.length
+    tokens = recipe.train.batch * recipe.data.length  # per step
     steps, flops, estimate, stops_early = 0, 0.0, 0, False
     steps_by_kind: dict[Step, int] = {}
     for planned in planned_stages(recipe, models):
         stage, parts = planned.stage, planned.parts
         steps += stage.steps
         steps_by_kind[planned.step] = steps_by_kind.get(planned.step, 0) + stage.steps
-        flops += stage.steps * per_step * _flops_per_token(recipe, planned)
-        estimate = max(estimate, _memory(recipe, parts, per_step))
+        flops += stage.steps * tokens * _flops_per_token(recipe, planned)
+        estimate = max(estimate, _memory(recipe, parts, tokens))
         stops_early = stops_early or stage.patience is not None
     steps_known = recipe.train.steps is not None or training_examples(recipe) is not None
     seconds, peak = _measured(steps_by_kind, measured_steps())
@@ -88,7 +88,7 @@ def _entry(group: Group, name: str, facts: Experiment, models: Models) -> Entry:
         parts.count("trainable"),
         steps if steps_known else None,
         stops_early,
-        steps * per_step if steps_known else None,
+        steps * tokens if steps_known else None,
         flops if steps_known else None,
         seconds if steps_known else None,
         estimated if peak is None else peak,
@@ -123,6 +123,7 @@ def _flops_per_token(recipe: Recipe, planned: PlannedStage) -> float:
     head = next(part for part in parts.parts if part.role == "head" and part.matmul)
     head_learns = head.state == "trainable"
     outside = (part for part in parts.parts if not part.layers and part.role != "head")
+    # whether something before the head learns, which needs the gradient of the head's input
     learns_below = any(part.state == "trainable" for part in outside)
     for layer_number, layer in enumerate(parts.layers, 1):
         learns_below = learns_below or any(part.state == "trainable" for part in layer.parts)
@@ -142,18 +143,20 @@ def _memory(recipe: Recipe, parts: Anatomy, tokens: int) -> int:
 # The page
 
 _ABOUT = f"""\
-Every experiment of these groups with its cost. `frostlab recipes --details` prints this page,
-`--group NAME` one group of it, and `--json` its values. What the ids mean, and what differs from
-the sources (the published studies), is in [From the sources](from-the-sources.md).
+Every experiment of these groups with its cost. `frostlab recipes --details` prints this page; with
+`--group NAME`, it prints only one group, and with `--json`, only the values.
+[From the sources](from-the-sources.md) explains the ids, and what differs from the sources (the
+published studies).
 
 - *digest*: of the recipe. Experiments with equal digests have the same recipe.
 - *parameters*, *trainable*: in the last stage, if there are several.
 - *steps*: "≤" if patience can end a stage earlier.
-- *tokens*: steps × batch × length, so padding and an incomplete last batch count. For EEG, samples.
+- *tokens*: steps × batch × length, so padding counts, and an incomplete last batch counts as a full
+  one. For EEG, samples.
 - *FLOPs*: matmuls of all steps, forward and backward, without those that freezing saves.
 - *time*: of the steps alone on one {MACHINE}, without evaluations and set-up: the number of steps
-  of each stage times the time of such a step in the table at the end of this page. Those steps have
-  full batches without padding, so the time of a padding mask is not included.
+  of each stage times the time of one step in the table at the end of this page. The steps in the
+  table have full batches without padding, so the time of a padding mask is not included.
 - *memory*: at the peak of a step, from the same table; the largest of all stages. A value with "≈"
   is an estimate where a step was not measured: 4 bytes per parameter and 12 per trainable parameter
   (gradient and Adam's moments), the values that a layer keeps for its backward pass (16 per token
@@ -167,7 +170,7 @@ the sources (the published studies), is in [From the sources](from-the-sources.m
 """
 
 _STEPS = f"""\
-`python benchmarks/catalogue.py` on one {MACHINE}: the steps that runs take there, with random
+`python benchmarks/catalogue.py` on one {MACHINE}: the steps that runs take there, but with random
 weights and full batches of random inputs, without padding. A step's time is the median of ten
 rounds, [smallest, largest]. *losses* is the number of layers after which a loss is computed: 1
 without deep supervision.

@@ -39,7 +39,7 @@ class Mean:
     verdicts: dict[str, int]  # verdict → number of comparisons
     # for a single comparison, its own effect; else the mean, whose `n` is the number of comparisons
     effect: Effect
-    retained: float | None  # geometric mean of `retained_share`: the arm's metric / the baseline's
+    retained: float | None  # geometric mean of the comparisons' `retained_share`; above 1: better
 
 
 @dataclass(frozen=True)

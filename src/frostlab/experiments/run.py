@@ -176,7 +176,7 @@ class _Stored:
 
     schema: int  # `_SCHEMA` when it was written
     name: str  # name of the group
-    as_published: bool  # whether the settings are those of the sources
+    as_published: bool  # whether the settings are those of the published studies
     group: dict[str, Any]  # the keys of the group's file
     folder: str | None  # absolute path of the file's folder; None if the group is shipped
 
@@ -252,7 +252,10 @@ def judge_group(folder: str | Path) -> GroupResult:
 
 
 def _further(group: Group) -> dict[str, dict[str, Any]]:
-    """Return the settings of further evaluations, with paths from the group's file resolved."""
+    """Return the settings of further evaluations, with absolute paths.
+
+    In the group's file, a relative path starts at the folder of the file.
+    """
     further = {}
     for name, settings in group.further.items():
         path = settings.get("data.path")
@@ -271,8 +274,8 @@ def _check_data(
 ) -> None:
     """Raise BadInput if a comparison lacks data; the message also names those that can run.
 
-    A comparison needs no data if it has results for all seeds, and its finished runs are evaluated
-    on the further data.
+    A comparison needs no data if it has results for all seeds, and if its finished runs have
+    already been evaluated on the further data.
     """
     missing = {}
     for name, plan in plans.items():

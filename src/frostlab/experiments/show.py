@@ -36,8 +36,8 @@ _FAIR = (
     "same grid for every arm."
 )
 _NOTE = (
-    "Mean ± standard deviation over the finished runs that can be paired. Gap: the paired effect "
-    "against the baseline with its interval, a ratio for perplexity. Retained: the arm's metric "
+    "Metric: mean ± standard deviation over the finished runs that can be paired. Gap: the paired "
+    "effect against the baseline with its interval, a ratio for perplexity. Retained: the metric "
     "divided by the baseline's (the inverse if lower values are better), so more is better. "
     "Source: the number that a published study reported. Step time: relative to the baseline's, "
     "from steps that the arms took in turn; if the timing is unproven, it cannot be trusted, and "
@@ -46,7 +46,8 @@ _NOTE = (
 _FURTHER = (
     "The best weights of each run, evaluated on further data. In each comparison, the intervals of "
     "all these data and arms hold simultaneously. If a setting was tuned, they do not include the "
-    "uncertainty of which value is best. No verdict is drawn from them."
+    "uncertainty of which value is best. No verdict is drawn from them. n: the number of examples, "
+    "tokens or subjects."
 )
 _INTERACTION = (
     "The effect of an arm in one comparison minus its effect in another (a ratio for perplexity), "

@@ -64,7 +64,7 @@ def measured_steps() -> dict[Step, Measured]:
 
 
 def read_measured(lines: Iterable[str]) -> dict[Step, Measured]:
-    """Read lines of benchmarks/catalogue.py; the last line about a step counts."""
+    """Read lines that benchmarks/catalogue.py printed; the last one about a kind of step counts."""
     return {
         Step(*(line[name] for name in Step._fields)): Measured(
             *(line[value.name] for value in fields(Measured))
@@ -75,7 +75,7 @@ def read_measured(lines: Iterable[str]) -> dict[Step, Measured]:
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage with the model as the stage begins; entering the next stage changes the model."""
+    """A stage, and the model when the stage begins; entering the next stage changes the model."""
 
     stage: Stage
     model: nn.Module

@@ -82,7 +82,7 @@ class ComparisonSummary:
     """One comparison of the group."""
 
     name: str  # also the name of its folder
-    status: Status  # whether it has verdicts
+    status: Status  # finished: it has results
     about: str = ""  # what is compared, as in the plan
     metric: str | None = None  # the metric that decides
     seeds: int = 0  # number of seeds
@@ -91,7 +91,7 @@ class ComparisonSummary:
     caution: str | None = None  # a warning to show with every number
     reduced: tuple[str, ...] = ()  # how the runs were made smaller: scale, fewer steps, stand-ins
     changed: tuple[str, ...] = ()  # settings of the baseline that differ from the group's plan
-    baseline: str | None = None  # name of the arm
+    baseline: str | None = None  # name of the arm that the others are compared with
     # how the baseline's weights were changed or frozen; None if they were not
     baseline_treated: str | None = None
     oelm: str | None = None  # the arm with orthogonal frozen query and key weights
@@ -269,8 +269,8 @@ def _experiments(group: Group, as_published: bool, name: str, evidence: Evidence
 
     As published, the arms are the experiments. In a fair comparison, the baseline corresponds to
     the baseline of the published comparison with the same name. Any other arm corresponds to the
-    experiment of that comparison with the same treatment, if there is exactly one, and if it is
-    not the published baseline's treatment.
+    experiment of that comparison with the same treatment, if there is exactly one. An arm with the
+    published baseline's treatment corresponds to none.
     """
     if name not in group.published:
         return {}
@@ -371,7 +371,7 @@ def _transfer(
         needed = f"Every verdict has to be {', '.join(first)} or {last}."
         return f"Not shown: {' '.join(parts)} {needed}"
     if words["BERT"] == words["GPT"] and len(words["BERT"]) == 1:
-        return f"Yes, as far as these verdicts agree: {' '.join(parts)}"
+        return f"Yes, these verdicts agree: {' '.join(parts)}"
     return f"Not in every comparison: {' '.join(parts)}"
 
 
@@ -422,7 +422,7 @@ def _interaction(
         return f"the effects cannot be compared, because the metrics are {metrics}; {parts}."
     for name in names:
         if (word := finished[name].verdicts[interaction.arm].word) in NO_VALUE:
-            return f'not shown: the verdict on {name} is "{word}".'
+            return f'not shown: the verdict in {name} is "{word}".'
     effects = [_effects_by_seed(evidence, interaction.arm) for evidence in (own, other)]
     seeds = sorted(effects[0].keys() & effects[1].keys())
     if len(seeds) < LEAST_SEEDS:

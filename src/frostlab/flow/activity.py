@@ -111,7 +111,8 @@ class Activity:
 
     def _on_input(self, name: str, hooked: nn.Module) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if module is hooked and self._measures(module):  # a deep copy has this hook too
+            # a deep copy of the model has this hook, too, but is not measured
+            if module is hooked and self._measures(module):
                 self._measured["dead", name] = dead_fraction(args[0].detach())
 
         return hook

@@ -1,4 +1,4 @@
-"""Loading of a recipe's recordings: simulated or read once, then memory-mapped from the cache."""
+"""Loading of a recipe's EEG recordings: simulated or read once, then mapped from the cache."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,11 @@ FORMAT = 3  # version of stored recordings; raise it when simulation or preproce
 
 
 def load_signals(data: EEGData, data_dir: Path | None, cache: Path) -> Signals:
-    """Return a recipe's recordings as windows; `data.hop` and `data.windows` are for train only."""
+    """Return a recipe's recordings as windows.
+
+    The settings `data.hop` (samples from one window's start to the next) and `data.windows` (random
+    windows per recording) apply only to the split train.
+    """
     source = load_recordings(data, data_dir, cache)
     rows = {subject: row for row, subject in enumerate(source.subjects)}
     folder = find_folder(data.path, data_dir) if isinstance(data, RecordedEEG) else None
@@ -117,8 +121,8 @@ def load_undivided(
 ) -> dict[str, Windows]:
     """Return all recordings of a folder as windows, to evaluate a trained model.
 
-    `subjects` are those that the model was trained on: `report` has their recordings, and `unseen`
-    has all others. All recordings must have the model's `channels`.
+    `subjects` are those that the model was trained on. The result's key `report` has their
+    recordings, and `unseen` has all others. All recordings must have the model's `channels`.
     """
     folder = find_folder(data.path, data_dir)
     sources = _sources(data, folder)

@@ -60,7 +60,7 @@ class MatFiles:
         return {key: arrays[key] for key in keys}
 
     def read_set(self, path: Path, most: int) -> SetFile:
-        """Read a .set file and its .fdt file, if any; refuse one with more than `most` values."""
+        """Read a .set file and its .fdt file, if any; refuse signals of more than `most` values."""
         size, partner = _size(path), path.with_suffix(".fdt")
         if partner.is_file():
             size += partner.stat().st_size
@@ -187,7 +187,7 @@ def _serve(modules: list[str]) -> None:
     if mne is not None:
         mne.io.read_raw_eeglab  # noqa: B018  (MNE imports its readers when they are first named)
     limit = _MemoryLimit()
-    answers, sys.stdout = sys.stdout.buffer, sys.stderr
+    answers, sys.stdout = sys.stdout.buffer, sys.stderr  # so that no print gets into the answers
     answers.write(b"ready\n")
     answers.flush()
     for line in sys.stdin:

@@ -31,8 +31,8 @@ def preprocess(
 
     `speakers` are envelopes: of the speaker to whom the subject listened and, if there was one, of
     a second speaker, whom the subject ignored. `rates` are the sampling rates of EEG and envelopes
-    in Hz; all are resampled to `rate`. The mean of the channels in `reference` is subtracted from
-    the EEG.
+    in Hz; all signals are resampled to `rate`. The mean of the channels in `reference` (samples,
+    channels) is subtracted from the EEG.
     """
     for speaker in speakers:
         check_signals(name, eeg, channels, speaker)
@@ -124,7 +124,7 @@ def check_eeg(name: str, eeg: Array, channels: tuple[str, ...]) -> None:
 
 
 def check_durations(name: str, eeg: int, envelope: int, rates: tuple[float, float]) -> None:
-    """Refuse different durations; if the rates differ, allow one sample of the lower rate."""
+    """Refuse unequal durations; if the rates differ, a sample of the lower rate may be missing."""
     if abs(eeg / rates[0] - envelope / rates[1]) > (rates[0] != rates[1]) / min(rates) + 1e-9:
         raise BadInput(
             f"{name}: the EEG has {eeg} samples at {rates[0]:g} Hz and the envelope {envelope} at "

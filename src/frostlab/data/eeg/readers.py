@@ -30,7 +30,7 @@ from frostlab.storage import open_regular
 
 MATLAB_RATE = 128.0  # Hz; the files do not store the rate
 ENDINGS = (".fif", ".edf", ".bdf", ".set", ".vhdr")  # endings of files that MNE reads
-_ROLES = {prefix: role for role, prefix in PREFIXES.items()}  # prefix of a file's name → role
+_ROLES = {prefix: role for role, prefix in PREFIXES.items()}  # prefix of a file's name → its split
 _SEPARATOR = "_-_"  # separates the parts of a file's name
 _TRIAL = re.compile(r"([12])_(\d+)\.mat")  # BLOCK_TRIAL.mat
 # block → file of the attended speaker, file of the ignored speaker, and the variable that lists the
@@ -44,8 +44,8 @@ _SHARED = ("F_env", "M_env", "competing_speaker_order")  # .mat files for the tr
 class Source:
     """A recording that has not been read yet."""
 
-    heading: Heading
-    files: tuple[Path, ...]
+    heading: Heading  # its name, subject and speech, which decide its split
+    files: tuple[Path, ...]  # all files that `read` reads
     read: Callable[[], tuple[Recording, tuple[str, ...]]]  # returns recording, channel names
 
 
@@ -402,7 +402,8 @@ def eeg_files(data: RecordedEEG, path: Path) -> list[Path]:
         # a folder of a data set also has envelopes and other features of the speech
         paths = [p for p in paths if p.stem.endswith(f"{_SEPARATOR}eeg")] or paths
     if not paths:
-        form = "BLOCK_TRIAL.mat" if isinstance(data, MatlabEEG) else f"EEG file ({endings[0]})"
+        matlab = isinstance(data, MatlabEEG)
+        form = "BLOCK_TRIAL.mat" if matlab else f"EEG file ({', '.join(endings)})"
         raise BadInput(f"{path} has no {form}")
     return paths
 

@@ -22,9 +22,11 @@ from frostlab.storage import digest_of
 
 Signal = NDArray[np.float32]
 Starts = NDArray[np.int64]  # (windows, 2): index of the recording, first sample in the recording
-ROLES = ("train", "tune", "report", "unseen")  # splits, see data.eeg.splits
+ROLES = ("train", "tune", "report", "unseen")  # names of splits, explained in data.eeg.splits
 MOST_VALUES = 1 << 28  # the most values of a recording: 64 channels at 1 kHz for more than an hour
-UNSEEN = -1  # marks subjects that are not in train, and so have no row in the subject embedding
+# Marks a subject that is not in train, and so has no row (learned vector) in the model's subject
+# embedding.
+UNSEEN = -1
 
 
 @dataclass(frozen=True)

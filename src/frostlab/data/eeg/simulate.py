@@ -21,7 +21,7 @@ from frostlab.text import counted
 
 Array = NDArray[np.float64]
 SPAN = 0.4  # s, duration of a response
-MEMORY = 2.0  # s; after this time the adaptation to loudness has forgotten its initial state
+MEMORY = 2.0  # s; after this time the adaptation to loudness (`_adapt`) has forgotten its start
 _LATENCIES = (0.06, 0.12, 0.20)  # s, latencies of the three waves
 _WIDTHS = (0.018, 0.025, 0.04)  # s, widths of the three waves
 _HEIGHTS = (0.6, -1.0, 0.8)  # median amplitudes of the three waves
@@ -60,11 +60,11 @@ BIOSEMI128: tuple[str, ...] = tuple(f"{bank}{n}" for bank in "ABCD" for n in ran
 class Head:
     """One subject: the response to a drive, and the sources of noise.
 
-    The noise of all sources has a power of 1, averaged over channels. A topography (a column of
+    All noise together has a power of 1, averaged over channels. A topography (a column of
     `background` or `alpha`, or `blinks`) holds the potential of a source at each channel.
     """
 
-    response: Array  # (taps, channels), response to a drive of variance 1
+    response: Array  # (taps, channels), impulse response; the drive has variance 1
     background: Array  # (channels, dipoles)
     alpha: Array  # (channels, dipoles)
     blinks: Array  # (channels,)
@@ -112,7 +112,8 @@ def simulate(
     """Draw an envelope (samples,) and a head's EEG (samples, 64) in response to it."""
     from scipy import signal
 
-    lead = round(MEMORY * rate) + len(head.response) - 1  # past samples that the EEG depends on
+    # samples of speech before the recording on which its EEG depends
+    lead = round(MEMORY * rate) + len(head.response) - 1
     envelope = draw_rhythm("envelope", (lead + samples,), rate, random)
     driven = drive(envelope, rate, responses)[round(MEMORY * rate) :]
     eeg: Array = signal.oaconvolve(driven[:, None], head.response, "valid", axes=0)
@@ -217,12 +218,12 @@ def _adapt(envelope: Array, rate: float) -> Array:
 
 @dataclass(frozen=True)
 class _DriveMoments:
-    """Statistics of the non-linear drive, estimated from a long draw as no formula is known."""
+    """Statistics of the non-linear drive, estimated from a long draw, as no formula is known."""
 
     mean: float
     deviation: float
-    power: Array  # power spectrum of the drive at variance 1, on the frequency grid
-    coherence: Array  # coherence with the envelope, on the frequency grid
+    power: Array  # power spectrum of the drive at variance 1, at the frequencies `frequency_grid`
+    coherence: Array  # coherence with the envelope, at the same frequencies
 
 
 @cache
@@ -244,7 +245,7 @@ def _measure_drive(rate: float) -> _DriveMoments:
 
 
 def drive_spectra(rate: float, responses: str) -> tuple[Array, Array, Array]:
-    """Return the power of envelope and drive, and their coherence, on the frequency grid."""
+    """Return the power of envelope and drive, and their coherence, at `frequency_grid`."""
     envelope = rhythm_power("envelope", frequency_grid(rate), rate)
     if responses == "linear":
         return envelope, envelope, np.ones_like(envelope)
@@ -356,8 +357,8 @@ def best_correlation(head: Head, rate: float, responses: str) -> BestCorrelation
     """Return the best r for one subject: the bound for all decoders, and the best linear decoder's.
 
     The best linear decoder is a Wiener filter. For non-linear responses, the bound follows from
-    rate-distortion theory: the EEG carries a limited number of nats per second, and an envelope
-    that is coded with this number has at least a certain squared error.
+    rate-distortion theory: the EEG carries a limited number of nats per second, and any decoder
+    with this much information about the envelope makes at least a certain squared error.
     """
     f = frequency_grid(rate)
     envelope, drive_power, coherence = drive_spectra(rate, responses)

@@ -33,8 +33,8 @@ class HoldOut:
 
     seen: tuple[str, ...] | None = None  # subjects to train on; None: all that are not unseen
     unseen: tuple[str, ...] | float | None = None  # subjects to hold out: names, or a share
-    tune: int | None = None  # recordings per subject; None: by file prefixes, else 1
-    report: int | None = None  # recordings per subject; None: by file prefixes, else 1
+    tune: int | None = None  # recordings per subject; None: the val_ files or, without any, 1
+    report: int | None = None  # recordings per subject; None: the test_ files or, without any, 1
     # If given, replaces tune and report: the position, from 1, of the recording for report among a
     # subject's recordings. The next recording is for tune (after the last recording: the first).
     held_out: int | None = None
