@@ -205,7 +205,7 @@ def test_nvml_may_be_missing_broken_or_hang(
     monkeypatch.setattr(module, "_TIMEOUT", 0.1)
     monkeypatch.setattr(nvml, "nvmlInit", lambda: time.sleep(5))
     began = time.monotonic()
-    assert environment("cuda")["gpu_reason"] == "no answer within 0.1 s"
+    assert environment("cuda")["gpu_reason"] == "the driver gave no answer within 0.1 s"
     assert gpu_state("cuda") is None
     assert time.monotonic() - began < 2
     monkeypatch.setitem(sys.modules, "pynvml", None)

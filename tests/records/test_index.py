@@ -469,7 +469,7 @@ SOME = "imdb-0, imdb-1, imdb-2, imdb-3, imdb-4 and 1 more"
         ("idmb-3", "no run 'idmb-3' in {root}; did you mean `imdb-3`?"),
         ("zzz", "no run 'zzz' in {root}; it has {some}"),
         ("", "no run '' in {root}; it has {some}"),
-        ("..", "'..' is not the folder of a run; name one in {root}; it has {some}"),
+        ("..", "'..' is not the folder of a run; name a run in {root}; it has {some}"),
     ],
 )
 def test_a_run_that_is_not_one_is_refused(
@@ -487,7 +487,7 @@ def test_a_comparison_is_not_taken_for_a_run(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "imdb")
     (tmp_path / "arms").mkdir()
     (tmp_path / "arms" / "plan.json").touch()
-    with pytest.raises(BadInput, match="is the folder of a comparison, not of a run; name one in"):
+    with pytest.raises(BadInput, match="folder of a comparison, not of a run; name a run in"):
         find_run(tmp_path / "runs", str(tmp_path / "arms"))
 
 

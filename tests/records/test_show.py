@@ -350,7 +350,7 @@ def test_annotations_that_cannot_be_read_give_the_reason(tmp_path: Path) -> None
     write_run(folder)
     assert show_json(folder)["damaged_annotations"] is None
     (folder / "annotations.json").write_text("[")
-    reason = f"{folder / 'annotations.json'} is not a JSON object; delete it to start again"
+    reason = f"{folder / 'annotations.json'} is not a JSON object; delete it to begin a new one"
     assert show(folder).splitlines()[-1] == f"  {reason}"
     assert show_json(folder)["damaged_annotations"] == reason
 

@@ -226,7 +226,7 @@ def _cost(verdict: ArmVerdict, evidence: Evidence) -> str:
     if verdict.word == "worse":
         small = margin is not None and margin.answer == "yes"
         within = f", but at most {evidence.rules.margin_text()}" if small else ""
-        return f"the saving costs performance{within}: see the gap"
+        return f"the saving costs performance{within} (see the first question)"
     if verdict.word in SHOWING_COST and margin is not None:
         return excluded_costs(margin.answer, margin.largest, evidence.rules)
     return f"the cost is not known ({verdict.word})"
@@ -258,7 +258,7 @@ def _transfer(evidence: Evidence) -> str:
     model = model_name(evidence.plan.recipe)
     return (
         f"One comparison cannot answer this: its recipe has the model {model}; "
-        "run it with the other model too."
+        "make another one whose recipe has the other kind of model."
     )
 
 

@@ -39,8 +39,8 @@ from frostlab.text import NONE, Markdown, columns, escaped, markdown, number, pl
 
 _BAR = 30  # width of the longest bar of a tuning curve, in characters
 _GAIN = (
-    "(Compares how much the best value changed from the first stage to the last, on the split "
-    "that also selects the checkpoint.) "
+    "(Compares how much the best value of the metric changed from the first stage to the last, on "
+    "the split that also selects the checkpoint.) "
 )
 _FLOW = {  # gradient-flow quantity → title of its column
     "front_ratio": "front/output gradient",
@@ -446,7 +446,7 @@ def _differences(evidence: Evidence) -> str:
             f"{name} {value:g}" + " (at an end of the grid)" * setting.on_edge[name]
             for name, value in setting.best.items()
         )
-        tuned = f"{setting.key} was tuned for each arm with the same grid and seeds: {values}"
+        tuned = f"{setting.key} was tuned for each arm with the same grid and seeds; best: {values}"
         lines.append(f"- {escaped(tuned)}")
     if not evidence.pairs:
         lines.append("- No pair of runs finished, so nothing could be compared.")

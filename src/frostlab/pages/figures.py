@@ -35,9 +35,10 @@ def paired_differences(
 ) -> Any:
     """Draw each seed's paired difference as a dot, with each arm's effect and its interval.
 
-    A dashed line is no difference; a true effect inside the grey bar would be missed in more than
-    2 of 10 such comparisons. `seeds` have arm, seed, value and text; `effects` have arm, effect,
-    low, high, text and, if known, seen_low and seen_high, the ends of the grey bar.
+    The dashed line marks no difference. A true effect inside the grey bar would be missed in more
+    than 2 of 10 such comparisons. `seeds` have arm, seed, value and text; `effects` have arm,
+    effect, low, high, text and, if known, seen_low and seen_high (the ends of the grey bar) and
+    seen (the effect at its ends, as text).
     """
     alt = altair()
     drawn = [arm for arm in arms if any(row["arm"] == arm for row in effects)]
@@ -70,8 +71,7 @@ def paired_differences(
         tooltip=[alt.Tooltip("arm:N"), alt.Tooltip("seed:N"),
                  alt.Tooltip("text:N", title="difference")],
     )  # fmt: skip
-    zero = _mark_line(none, x)
-    layers = alt.layer(seen, zero, *intervals, effect, dots)
+    layers = alt.layer(seen, _mark_line(none, x), *intervals, effect, dots)
     chart = layers.properties(width=WIDTH, height=alt.Step(58))
     return finished(chart, effects=clipped(effects, domain), seeds=seeds)
 
@@ -79,9 +79,9 @@ def paired_differences(
 def _mark_line(value: float, x: Any) -> Any:
     """Draw a dashed vertical line at a value, such as no difference."""
     alt = altair()
-    return alt.Chart(alt.Data(values=[{"zero": value}])).mark_rule(
+    return alt.Chart(alt.Data(values=[{"at": value}])).mark_rule(
         strokeDash=[5, 4], strokeWidth=1.5, stroke=GREY
-    ).encode(x=x("zero:Q"))  # fmt: skip
+    ).encode(x=x("at:Q"))  # fmt: skip
 
 
 @drawing
@@ -90,9 +90,10 @@ def curves(
 ) -> Any:
     """Draw the mean of each arm's runs as a line with a band.
 
-    Points have arm, x, mean, low, high, runs, text, `all` (whether every run of the arm has a
-    value; if not, the line is dashed), `turn` (whether it is the last point before the dashed
-    part) and `dot` (whether it has a symbol). `short` shows numbers of the x axis as 1k, 1M, 1G.
+    Points have arm, x, mean, low, high, runs (how many have a value at this x), text, `all`
+    (whether all do; if not, the line is dashed), `turn` (whether it is the last point before the
+    dashed part) and `dot` (whether it has a symbol). `log` makes the y axis logarithmic; `short`
+    shows numbers of the x axis as 1k, 1M, 1G.
     """
     alt = altair()
     scale = alt.Scale(type="log" if log else "linear", zero=False, nice=not log, padding=6)
@@ -133,9 +134,9 @@ def time_ratios(rows: Rows, arms: Sequence[str], control: dict[str, Any] | None,
     """Draw the ratio of each arm's time to the baseline's with its interval.
 
     Rows have arm, effect, low, high, text and, if known, ceiling (the smallest ratio that the
-    saved FLOPs explain), ceiling_text and first (whether its label is drawn). `control` has
-    low and high, the interval of a second copy of the baseline, and text; a difference inside this
-    interval shows nothing.
+    saved FLOPs explain), ceiling_text and first (whether its mark is labelled “FLOP ceiling”).
+    `control` has text, low and high, the interval of the ratio of a copy of the baseline to the
+    baseline; an effect inside this interval shows nothing.
     """
     alt = altair()
     drawn = [arm for arm in arms if any(row["arm"] == arm for row in rows)]
@@ -189,8 +190,8 @@ def responses(
     """Draw each arm's score by the value of a tuned setting, all on one scale.
 
     Points have arm, value, mean, low, high, chosen (the number of seeds for which the value was
-    chosen), seeds and mark (this number as a short and a longer text) and text. `log` says whether
-    the x and the y axis are logarithmic.
+    chosen), seeds and mark (the same as text: “2/6” and “2 of 6 seeds”) and text. `log` says
+    whether the x and the y axis are logarithmic.
     """
     alt = altair()
     values = sorted({row["value"] for row in points})
@@ -271,9 +272,10 @@ def bars(rows: Rows, arms: Sequence[str], title: str) -> Any:
 
 @drawing
 def sizes(rows: Rows, arms: Sequence[str], title: str, kinds: Sequence[str], stacked: bool) -> Any:
-    """Draw one bar for each arm and kind of size or, if `stacked`, one bar for each arm.
+    """Draw sizes of each arm, such as trainable and frozen parameters, as bars.
 
-    Rows have arm, kind, size and text.
+    Each of the `kinds` has a bar of its own or, if `stacked`, a part of the arm's one bar. Rows
+    have arm, kind, size and text.
     """
     alt = altair()
     drawn = [arm for arm in arms if any(row["arm"] == arm for row in rows)]
@@ -337,8 +339,8 @@ def ratios(rows: Rows, arms: Sequence[str], title: str, quantities: Sequence[str
 def heat_maps(cells: Rows, arms: Sequence[str], title: str) -> Any:
     """Draw a heat map of parts by steps for each arm, with one colour scale.
 
-    Cells have arm, row, place (of the row), step, power (log10 of the value, or null), sign (shown
-    instead of a colour) and text.
+    Cells have arm, row, place (of the row), step, power (log10 of the value; None if there is no
+    positive number), sign (shown in a grey cell, if power is None) and text.
     """
     alt = altair()
     powers = [cell["power"] for cell in cells if cell["power"] is not None] or [0.0]

@@ -168,7 +168,7 @@ def _results(compared: "Compared") -> list[Block]:
     blocks: list[Block] = [table(
         "results", "Results", head, rows,
         "Means over the runs that finished and can be paired (± standard deviation); total is "
-        "h:mm:ss; per step is measured in whole runs, which do not show which arm is faster.",
+        "h:mm:ss; the time per step is that in whole runs, which cannot show which arm is faster.",
     )]  # fmt: skip
     if compared.evidence.convergence is not None:
         blocks.append(words("Convergence: the target is ",

@@ -157,7 +157,7 @@ def _files(document: Document, drawer: Drawer) -> dict[str, bytes]:
         files[name] = (json.dumps(value, indent=1) + "\n").encode()
     drawings = {name: drawing.result() for name, drawing in drawn.items()}
     separate_drawings = {name: drawing.result() for name, drawing in separate.items()}
-    drawer.stop()  # its process uses more memory than this one
+    drawer.stop()  # frees the memory of its process, most of what a report needs
     for name, drawing in separate_drawings.items():
         for ending, data in figure_files(drawing).items():
             files[f"figures/{name}.{ending}"] = data
@@ -245,11 +245,10 @@ def _exchange(folder: Path, temporary: Path, files: Iterable[str]) -> None:
     meanwhile = temporary / LISTING
     meanwhile.write_bytes(_content({"language": None, "made_from": None}, files))
     names = [LISTING, *sorted({Path(name).parts[0] for name in files}), LISTING]
-    steps = [temporary / "new" / name for name in names]
-    steps[0] = meanwhile
+    sources = [meanwhile, *(temporary / "new" / name for name in names[1:])]
     done: list[tuple[Path, Path | None]] = []  # each place, and where its former content is
     try:
-        for number, (name, new) in enumerate(zip(names, steps, strict=True)):
+        for number, (name, new) in enumerate(zip(names, sources, strict=True)):
             place, aside = folder / name, temporary / "old" / f"{number}"
             if os.path.lexists(place):
                 os.replace(place, aside)

@@ -91,7 +91,7 @@ def _check_text(text: Any, what: str) -> None:
     if not isinstance(text, str):
         raise BadInput(f"{what} {shown(text)} is not a text")
     if "\0" in text or (not text.isascii() and text.encode(errors="ignore").decode() != text):
-        raise BadInput(f"{what} {shown(text)} has a character that is not valid")
+        raise BadInput(f"{what} {shown(text)} has a null character or half a surrogate pair")
 
 
 def shown(value: Any) -> str:

@@ -37,7 +37,7 @@ class DataSettings(Strict):
 class Generated(DataSettings):
     """Base class of sequences of symbols that are generated; the run's seed does not change them.
 
-    A kind of generated data has a `name` and a `task`.
+    A subclass limits `name` to its own names, and adds the property `task`.
     """
 
     form = "tokens"
@@ -66,7 +66,12 @@ class Generated(DataSettings):
 
 
 class Synthetic(Generated):
-    """Generated sequences with a known answer."""
+    """Generated sequences with a known answer.
+
+    majority: the most frequent symbol. recall: the sequence lists keys and their values and ends
+    with one of the keys; the answer is its value. induction: the sequence repeats, and each next
+    symbol is to be predicted.
+    """
 
     name: Literal["majority", "recall", "induction"]
 
@@ -107,12 +112,16 @@ class Corpus(DataSettings):
     def problems(self) -> Iterator[str]:
         """Yield a line for each contradiction between these settings."""
         if self.splits == "published" and self.tune is not None:
-            yield "data.tune is given, but splits: published selects on the reporting split"
+            yield (
+                "data.tune is given, but with data.splits: published, the split report selects the "
+                "checkpoint; remove one of the two settings"
+            )
         if self.stride is not None and self.task != "language":
-            yield f"data.stride {self.stride} is for running text; data.task is {self.task}"
+            yield f"data.stride {self.stride} is for data.task language, not {self.task}"
         if self.stride is not None and self.stride < self.length:
             yield (
-                f"data.stride {self.stride} would count tokens twice; data.length is {self.length}"
+                f"data.stride {self.stride} is less than data.length {self.length}, so tokens "
+                "would be counted twice"
             )
 
 
@@ -124,8 +133,8 @@ class Docstrings(Corpus):
     # or three for three classes of pairs
     per_package: Positive = 1500
     # docstrings: number of packages to tell apart (null: all that are installed). docstrings-pairs
-    # (a summary line and a body): 2 (does the body belong to the summary?), or 3 with a class for
-    # bodies from another package (null: 2)
+    # (a summary line and a body): 2 (the body belongs to the summary or not), or 3 (if not, whether
+    # it is from the same package); null: 2
     classes: Annotated[int, Field(ge=2, le=4)] | None = None
     stands_for: StandsFor = None
 
@@ -264,7 +273,7 @@ class SimulatedEEG(EEGData):
     report: Positive = 1  # recordings per subject
     seconds: Annotated[float, Field(gt=0, le=1e9)] = 60.0  # length of a recording
     snr: Annotated[float, Field(ge=-60, le=40)] = -10.0  # dB, averaged over channels and time
-    responses: Literal["linear", "nonlinear"] = "linear"
+    responses: Literal["linear", "nonlinear"] = "linear"  # of the brain to the envelope
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of the simulation, not of the run
     stands_for: StandsFor = None
 
@@ -325,11 +334,11 @@ class ChallengeEEG(RecordedEEG):
     file_rate: Rate = 64.0  # Hz; .npy files do not store it
     tune: Positive | None = None  # recordings per subject; null: the val_ files or, without any, 1
     report: Positive | None = None  # null: the test_ files or, without any, 1
-    reference: Literal["none", "average"] = "none"
+    reference: Literal["none", "average"] = "none"  # what is subtracted: the mean of the channels
 
 
 class MatlabEEG(RecordedEEG):
-    """Recordings with two speakers at 128 Hz, in files `BLOCK_TRIAL.mat`.
+    """EEG at 128 Hz of listeners to two speakers at once, in files `BLOCK_TRIAL.mat`.
 
     The folder also holds `F_env.mat`, `M_env.mat` and `competing_speaker_order.mat`.
     """

@@ -168,7 +168,7 @@ class ConformerModel(ModelSettings):
 
 
 class EnvelopeLoss(Strict):
-    """Loss per window of a decoded envelope; r is Pearson's correlation.
+    """Loss per window of a decoded envelope; r is its Pearson correlation with the heard one.
 
     - pearson: −r
     - pearson-l1: −r + weight·L1
@@ -179,7 +179,8 @@ class EnvelopeLoss(Strict):
     tasks: ClassVar[tuple[Task, ...]] = ("envelope",)
 
     kind: Literal["pearson", "pearson-l1", "mse-pearson", "multiscale"] = "mse-pearson"
-    weight: Annotated[float, Field(gt=0)] | None = None  # null: 1 for losses with two terms
+    # factor of the second term; null: 1 for losses with two terms
+    weight: Annotated[float, Field(gt=0)] | None = None
     scales: (  # null: 1, 2, 4, 8
         Annotated[tuple[Length, ...], Field(min_length=1, max_length=MOST_LISTED)] | None
     ) = None

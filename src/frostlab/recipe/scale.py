@@ -141,8 +141,8 @@ class _Scaling:
         elif isinstance(tokenizer, Words):
             self.limit("tokenizer", "size", self.sizes.words)
         elif tokenizer is None and isinstance(self.recipe.data, Corpus):
-            own = not isinstance(self.recipe.model, PretrainedModel)
-            if own and ("tokenizer",) not in self.fixed:  # the default is a larger BPE
+            from_scratch = not isinstance(self.recipe.model, PretrainedModel)
+            if from_scratch and ("tokenizer",) not in self.fixed:  # the default is a larger BPE
                 self.values["tokenizer"] = {"kind": "bpe", "size": self.sizes.bpe}
 
     def scale_model(self) -> None:
@@ -157,8 +157,8 @@ class _Scaling:
 
     def scale_training(self) -> None:
         train, sizes = self.recipe.train, self.sizes
-        shared = train.accumulate * (train.processes or 1)
-        self.limit("train", "batch", max(sizes.batch // shared, 1) * shared)
+        parts = train.accumulate * (train.processes or 1)  # the batch must be a multiple of this
+        self.limit("train", "batch", max(sizes.batch // parts, 1) * parts)
         if not self.fixed & {("train", "steps"), ("train", "epochs")}:
             self._limit_duration(self.values["train"])
             if train.steps is None and not self._examples_are_limited:
@@ -171,7 +171,8 @@ class _Scaling:
                 if stage["patience"] is not None:
                     stage["patience"] = min(stage["patience"], sizes.epochs)
         warmup, steps = self.recipe.optim.warmup, train.steps
-        if warmup >= 1:  # these steps become a share; 10 % if train.steps is null or no larger
+        # a number of steps becomes a share of train.steps, or 10 % if that is null or not larger
+        if warmup >= 1:
             share = warmup / steps if steps is not None and warmup < steps else 0.1
             self.set("optim", "warmup", float(f"{min(share, 0.5):g}"))
 
@@ -194,6 +195,7 @@ class _Scaling:
             number = 1 if every == "epoch" else int(every.split()[0])
             number = min([number, *epochs])
             shown = "epoch" if number == 1 else f"{number} epochs"
+            # an epoch of unknown length counts as longer than the stage
             too_long = steps is not None and number * (self._steps_per_epoch or steps + 1) > steps
             self.set("evaluate", "every", max(1, steps // 2) if steps and too_long else shown)
         elif steps is None:

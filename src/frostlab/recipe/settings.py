@@ -26,11 +26,11 @@ class MetricFacts:
     margin: float | None = None
     bounds: tuple[float, float] = (-math.inf, math.inf)  # the least and the largest possible value
     form: Literal["number", "percent", "r"] = "number"  # how pages show it; r: correlation
-    target: float | None = None  # for `frostlab diagnose`, if evaluate.target is null
+    target: float | None = None  # what `frostlab diagnose` asks for, if evaluate.target is null
 
     @property
     def spans_decades(self) -> bool:
-        """Whether its values are positive without an upper bound, like those of a loss."""
+        """Whether its values are never negative and have no upper bound, like those of a loss."""
         return self.bounds[0] >= 0 and self.bounds[1] == math.inf
 
 
@@ -87,8 +87,8 @@ class OptimizerFacts:
 
     moments: int  # tensors of a parameter's size that it keeps, with torch's default settings
     normalises: bool = False  # its updates do not scale with the gradient
-    # adds weight decay to the gradient; not used if its parameter groups, like Adam's, have the key
-    # `decoupled_weight_decay`
+    # adds weight decay to the gradient; ignored if its parameter groups, like Adam's, state it with
+    # the key `decoupled_weight_decay`
     coupled: bool = False
 
     @property
@@ -220,7 +220,9 @@ class Supervise(Strict):
     layers: Literal["last", "all"] | Listed[Layers] = "last"
     # null: equal weights that sum to 1
     weights: Listed[Annotated[float, Field(gt=0)]] | None = None
-    frozen: bool = False  # true: include the frozen layers below all trainable weights
+    # true: also use the losses of layers at or below which no weight is trainable; they train only
+    # the head
+    frozen: bool = False
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -27,7 +27,7 @@ class Strict(BaseModel):
 class Orthogonalize(Strict):
     """Replacement of weights with orthonormal rows, in each head or in the whole matrix.
 
-    With more rows than columns, the columns are orthonormal.
+    In a head or matrix with more rows than columns, the columns are orthonormal instead.
     """
 
     method: Literal["orthogonalize"]
@@ -46,8 +46,8 @@ class Orthogonalize(Strict):
 class Randomize(Strict):
     """Replacement of weights with random normal values of a given standard deviation or norm.
 
-    `match` keeps the norm of the weights; `orthonormal` gives each head the norm that it has after
-    `orthogonalize`.
+    `match` keeps the norm of each matrix; `orthonormal` gives each head the norm that it would have
+    after `orthogonalize`.
     """
 
     method: Literal["randomize"]
@@ -159,15 +159,15 @@ class Treatment(Strict):
             if self.freeze:
                 trains = f"{_listed(self.freeze)}: frozen; the rest trains"
             return f"{self.peft.method} adapters at {_listed(self.peft.select)}; {trains}"
-        excepts = any(selection.startswith("!") for selection in self.freeze)
-        positive = set[str]() if excepts else set(self.freeze)
+        has_exceptions = any(selection.startswith("!") for selection in self.freeze)
+        surely_frozen = set[str]() if has_exceptions else set(self.freeze)
         lines, described = list[str](), set[str]()
         for change in self.init:
             if isinstance(change, RegisteredChange):
                 lines.append(f"changed by the registered function {change.name}")
                 continue
             line = f"{_listed(change.select)}{change.description}"
-            if set(change.select) <= positive:
+            if set(change.select) <= surely_frozen:
                 line, described = f"{line}, frozen", described | set(change.select)
             lines.append(line)
         others = [selection for selection in self.freeze if selection not in described]
@@ -191,7 +191,7 @@ def _orthogonal(*roles: str, scope: str = "head", source: str = "weights") -> Or
 
 _QK = ("query", "key")
 
-TREATMENTS = {
+TREATMENTS = {  # by name
     "none": Treatment(),
     "oelm": Treatment(init=(_orthogonal(*_QK),), freeze=_QK),
     "oelm-gaussian": Treatment(init=(_orthogonal(*_QK, source="gaussian"),), freeze=_QK),

@@ -94,7 +94,10 @@ class Checkpoint:
         except (LookupError, RuntimeError, ValueError, ArithmeticError):
             raise FrostlabError(f"{self.folder / FROZEN} does not fit the tensors") from None
         if twice := sorted(stored.keys() & tensors.keys()):
-            raise FrostlabError(f"{self.folder / FROZEN} does not list {twice[0]!a:.80}")
+            raise FrostlabError(
+                f"{self.folder / FROZEN} does not list {twice[0]!a:.80}, but both the checkpoint "
+                "and the folder of frozen weights have values of it"
+            )
         return tensors | stored | joined
 
     def frozen(self) -> FrozenWeights | None:
@@ -275,7 +278,7 @@ def keep_only(folder: Path, newest: int, best: int | None, stage: int = 0) -> No
 
 
 def _remove_unnamed_frozen(folder: Path) -> None:
-    """Remove the frozen weights that no checkpoint names; nothing if a checkpoint is damaged."""
+    """Remove the frozen weights that no checkpoint names, unless a checkpoint is damaged."""
     paths = (path for path in _root(folder).glob("frozen-*") if path.is_dir())
     unnamed = {path.name: path for path in paths if _FROZEN_FOLDER.fullmatch(path.name)}
     for checkpoint in reversed(checkpoints_in(folder) if unnamed else []):

@@ -54,7 +54,7 @@ _CHANGE_RESULTS = (  # the variables that can change the digits of a result
     "NVIDIA_TF32_OVERRIDE",
 )
 _TIMEOUT = 1.5  # seconds to wait for the driver
-_MOST_REFS = 64 << 20  # the largest file of a repository that is read, in bytes
+_MOST_REFS = 64 << 20  # the largest file in .git that is read, in bytes
 
 
 def gpu_state(device: str) -> dict[str, Any] | None:
@@ -379,7 +379,7 @@ class _Question(Thread):
         """Return the answer, or raise TimeoutError at `until`, a time of `time.monotonic()`."""
         self.join(max(0.0, until - time.monotonic()))
         if self.is_alive():
-            raise TimeoutError(f"no answer within {_TIMEOUT} s")
+            raise TimeoutError(f"the driver gave no answer within {_TIMEOUT} s")
         if self._error is not None:
             raise self._error
         return self._answer

@@ -1,4 +1,4 @@
-"""Run folders: `RunFolder` writes one, and `RunRecord` reads it, typed.
+"""Run folders: `RunFolder` writes one, and `RunRecord` reads its files as dataclasses.
 
 Only one process at a time can open the `RunFolder` of a run. A `RunFolder` appends events, and
 writes other files atomically, so that they are complete or absent.

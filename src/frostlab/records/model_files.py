@@ -1,4 +1,4 @@
-"""The files from which a run's model and tokenizer can be loaded without its data and the cache.
+"""The files from which a run's model and tokenizer can be loaded without the run's data.
 
 `model/` holds inputs.json and, for a Hugging Face model, its config.json; `tokenizer/` is a folder
 that transformers can load. Both have checksums, so that a changed file is refused. The weights are

@@ -172,7 +172,7 @@ class Telemetry:
         self._thread.join(1.0)
         self._ended = time.monotonic()
         if self._thread.is_alive():
-            self._fail("sampling", "no answer within 1 s of the end")
+            self._fail("sampling", "it was still waiting for an answer 1 s after the end")
 
     def summary(self) -> dict[str, Any]:
         """Summarise the samples so far in plain values, with the keys of `TelemetrySummary`."""

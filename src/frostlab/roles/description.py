@@ -157,7 +157,8 @@ def register_architecture(
 
     def heads_of(module: Any, stack: str) -> Heads:
         value = heads(module) if callable(heads) else heads
-        return Heads(value, value, 0) if isinstance(value, int) else value
+        # with size 0, the rows per head follow from the weights' shapes
+        return Heads(value, value, size=0) if isinstance(value, int) else value
 
     register(target, Description(dict(table), heads_of, dict(stacks or {})))
 

@@ -107,8 +107,8 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
     (" seeds, in ", " 个种子，位于 ", " シード、場所は "),
     ("“{word}” means: {reason}.", "“{word}”的含义：{reason}。", "「{word}」の意味：{reason}。"),
     (" Note: ", " 注：", " 注："),
-    ("(Compares how much the best value changed from the first stage to the last, on the split "
-     "that also selects the checkpoint.) ",
+    ("(Compares how much the best value of the metric changed from the first stage to the last, on "
+     "the split that also selects the checkpoint.) ",
      "（比较的是最佳值从第一阶段到最后阶段的变化，所用数据也用于选择检查点。）",
      "（最良値が最初の段階から最後の段階までにどれだけ変化したかを、チェックポイントの選択にも使う"
      "データで比較する。）"),
@@ -210,7 +210,7 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
      "学習中の {split} データでの {metric}"),
     ("{metric} on the {split} split against time", "{split} 数据上的 {metric} 与时间",
      "{split} データでの {metric} と時間"),
-    ("{metric} on the {split} split against work", "{split} 数据上的 {metric} 与计算量",
+    ("{metric} on the {split} split against FLOPs", "{split} 数据上的 {metric} 与计算量",
      "{split} データでの {metric} と計算量"),
     ("Training loss", "训练损失", "学習損失"),
     ("Time of a training step during the runs", "运行中的单步耗时", "実行中のステップ時間"),

@@ -1,8 +1,9 @@
 """The sentences of verdicts in Chinese and Japanese, and the translation of a report's texts.
 
 A verdict's sentence is made from the verdict's word and numbers, not translated from the English
-sentence. Every number in it is a cell of its record. A reason that a record holds as English text
-is translated if `phrases` knows it; otherwise the sentence refers to the record.
+sentence. Every number in it is a `Cell`, which knows its place in evidence.json. There, the reason
+for the verdict “unproven” is English text. It is translated if `phrases` knows it; otherwise the
+sentence refers to the record.
 """
 
 import re
@@ -16,11 +17,11 @@ from frostlab.pages.languages.phrases import translated
 from frostlab.pages.languages.words import TRANSLATIONS
 from frostlab.text import plain
 
-_SMALL = "smaller than the smallest effect of interest"  # part of an English sentence
+_SMALL = "smaller than the smallest effect of interest"  # the English sentence has these words
 Pieces = list[str | Cell]
 Source = Callable[..., Cell]  # makes the cell of a value of evidence.json from its keys
 
-# Parts of the sentences, by name; a part begins with the punctuation that separates it.
+# Parts of the sentences, by name; those in the middle of a sentence begin with its punctuation.
 _PARTS: dict[str, dict[str, str]] = {
     "zh": {
         "none": "没有成对的数值",
@@ -175,7 +176,7 @@ def _numbers(verdict: ArmVerdict, parts: dict[str, str], cell: Source, *keys: st
 def _costs(
     verdict: ArmVerdict, rules: Rules, parts: dict[str, str], cell: Source, *keys: str | int
 ) -> Pieces:
-    """Return which costs the interval excludes; nothing without a margin."""
+    """Return which costs the interval excludes; nothing if the comparison has no margin."""
     if verdict.margin is None:
         return []
     if verdict.margin.answer != "yes" and verdict.margin.largest is None:

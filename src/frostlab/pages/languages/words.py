@@ -41,8 +41,8 @@ TRANSLATIONS: dict[str, dict[Word, Translation]] = {  # by language
         "identical": Translation(
             "完全相同",
             "对每个种子，两组报告的权重都相同",
-            "{arm} 与 {baseline} 完全相同：每个种子训练结束时权重都一致，可见两者的差别没有产生任"
-            "何作用。{numbers}。",
+            "{arm} 与 {baseline} 完全相同：对每个种子，两者报告的权重都一致，可见两者的差别没有产"
+            "生任何作用。{numbers}。",
         ),
         "at chance": Translation(
             "处于随机水平",
@@ -95,8 +95,8 @@ TRANSLATIONS: dict[str, dict[Word, Translation]] = {  # by language
         "identical": Translation(
             "完全に同一",
             "どのシードでも両群の報告された重みが同じである",
-            "{arm} と {baseline} は完全に同一である。どのシードでも学習後の重みが一致しており、両"
-            "者の違いは何の効果も及ぼさなかった。{numbers}。",
+            "{arm} と {baseline} は完全に同一である。どのシードでも報告された重みが一致しており、"
+            "両者の違いは何の効果も及ぼさなかった。{numbers}。",
         ),
         "at chance": Translation(
             "偶然の水準",
@@ -133,6 +133,6 @@ TRANSLATIONS: dict[str, dict[Word, Translation]] = {  # by language
 
 
 def translated_word(word: str, language: str) -> str:
-    """Return a verdict's word in a language; what has no translation stays English."""
+    """Return a verdict's word in a language; a word without a translation stays English."""
     known = TRANSLATIONS.get(language, {}).get(word)  # type: ignore[call-overload]
     return word if known is None else known.word

@@ -44,8 +44,8 @@ from frostlab.text import plain
 
 EVIDENCE = "evidence.json"
 GAIN = (
-    "(Compares how much the best value changed from the first stage to the last, on the split "
-    "that also selects the checkpoint.) "
+    "(Compares how much the best value of the metric changed from the first stage to the last, on "
+    "the split that also selects the checkpoint.) "
 )
 _SHOWN_DOUBTS = 12  # most doubts that the first screen lists
 
@@ -208,10 +208,10 @@ def _findings(compared: Compared) -> list[Paragraph]:
                        compared.cell("verdicts", name, "paired", format="effect"), " over ",
                        compared.cell("verdicts", name, "paired", "n", format="count"),
                        " paired seeds"]  # fmt: skip
-        is_between = verdict.word in SHOWING_COST and verdict.word not in ("better", "worse")
-        if is_between and verdict.margin is not None:
+        no_difference = verdict.word in SHOWING_COST and verdict.word not in ("better", "worse")
+        if no_difference and verdict.margin is not None:
             pieces += ["; ", *_cost(compared, name)]
-        if is_between and verdict.could_have_seen is not None:
+        if no_difference and verdict.could_have_seen is not None:
             pieces += ["; a true difference of ",
                        compared.cell("verdicts", name, "could_have_seen", format=size),
                        " would be found in 8 of 10 such comparisons"]  # fmt: skip
@@ -380,7 +380,7 @@ def _earlier_look(compared: Compared, number: int) -> Paragraph:
 
 
 def _questions(compared: Compared) -> list[Block]:
-    """Answer the plan's questions or, if it has none, the OELM study's five about the OELM arm."""
+    """Answer the plan's questions or, without any, the OELM study's five about the OELM arm."""
     evidence = compared.evidence
     blocks: list[Block] = []
     for number, answer in enumerate(evidence.contrasts):
@@ -401,7 +401,7 @@ def _questions(compared: Compared) -> list[Block]:
         _orthogonality(compared),
         ["One comparison cannot answer this: its recipe has the model ",
          compared.records.cell(COMPARISON, "model", format="text"),
-         "; run it with the other model too."],
+         "; make another one whose recipe has the other kind of model."],
     )  # fmt: skip
     about = words(f"The questions are about {plain(evidence.oelm)}: ",
                   compared.cell("arms", evidence.oelm, "does", format="text"), ".")  # fmt: skip
@@ -445,7 +445,7 @@ def _cost(compared: Compared, arm: str) -> list[str | Cell]:
     if verdict.word == "worse":
         small = margin is not None and margin.answer == "yes"
         within: list[str | Cell] = [", but at most ", limit] if small else []
-        return ["the saving costs performance", *within, ": see the gap"]
+        return ["the saving costs performance", *within, " (see the first question)"]
     if verdict.word not in SHOWING_COST or margin is None:
         return [f"the cost is not known ({verdict.word})"]
     if margin.answer == "yes":

@@ -13,12 +13,12 @@ from frostlab.text import number, plain
 if TYPE_CHECKING:
     from frostlab.pages.one_comparison.compared import Compared
 
-_DECADE = 10.0  # curves of a loss and the like have a logarithmic axis if max / min is larger
+_DECADE = 10.0  # a loss or perplexity has a logarithmic axis if max / min is larger
 _SYMBOLS = 16  # about how many symbols a line has
 
 
 def read_curves(compared: "Compared") -> dict[str, list[Curve]]:
-    """Return the curves of each arm's finished runs that can be paired and have their events."""
+    """Return the curves of each arm's finished, pairable runs that still have events.jsonl."""
     span = _span(compared)
     read = {
         arm: [read_curve(compared.folder / run.folder, span) for run in compared.runs(arm)]
@@ -86,7 +86,7 @@ def cost_curves(compared: "Compared") -> list[Figure]:
     )  # fmt: skip
     flops = _flops(compared, values)
     drawn += _curves(
-        compared, "metric-by-flops", f"{plain(metric)} on the {split} split against work",
+        compared, "metric-by-flops", f"{plain(metric)} on the {split} split against FLOPs",
         plain(metric), {arm: runs for arm, runs in values.items() if arm in flops}, log,
         "FLOPs: those of a timed step's matrix products, times the number of steps.",
         _Across("FLOPs of the training steps", flops, short=True),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _SHOWN_CLASSES = 60  # most rows of the table of classes
 _LENGTHS = {"least": "shortest", "median": "median", "mean": "mean", "most": "longest",
-            "cut": "examples cut"}  # fmt: skip
+            "cut": "examples cut at the maximum length"}  # fmt: skip
 
 
 def confounds(compared: "Compared") -> list[Paragraph]:
@@ -40,7 +40,7 @@ def refused_pairs(compared: "Compared") -> list[Paragraph]:
 
 
 def differences(compared: "Compared") -> list[Block]:
-    """Return everything in which the arms differ."""
+    """Return everything in which the arms differ, and the tuned values of each arm."""
     evidence, plan = compared.evidence, compared.evidence.plan
     blocks: list[Block] = []
     if plan.vary:
@@ -65,7 +65,7 @@ def differences(compared: "Compared") -> list[Block]:
                for number, fact in enumerate(evidence.varied_facts)]  # fmt: skip
     for number, setting in enumerate(evidence.tuning):
         pieces: list[str | Cell] = [f"{plain(setting.key)} was tuned for each arm with the same "
-                                    "grid and seeds:"]  # fmt: skip
+                                    "grid and seeds; best values:"]  # fmt: skip
         for name in compared.arms:
             pieces += [f" {plain(name)} ", compared.cell("tuning", number, "best", name),
                        " (at an end of the grid)" * setting.on_edge[name], ","]  # fmt: skip
@@ -115,12 +115,12 @@ def data(compared: "Compared") -> list[Block]:
         if own.lengths is not None:
             lengths.append([plain(split), *(compared.cell(*keys, "lengths", key)
                                             for key in _LENGTHS)])  # fmt: skip
-    head = ["split", "examples", "tokens", "recordings", "subjects", "length", "empty texts",
+    head = ["split", "examples", "tokens", "recordings", "subjects", "duration", "empty texts",
             "repeated texts", "contradicting labels", "source", "note", "digest"]  # fmt: skip
     blocks: list[Block] = [table("splits", "Splits", head, rows,
-                                 "train is trained on, tune selects the checkpoint, report gives "
-                                 "the reported numbers. Without tune, report selects the "
-                                 "checkpoint, too.")]  # fmt: skip
+                                 "The model learns from train; tune selects the checkpoint; report "
+                                 "gives the reported numbers and, without tune, also selects the "
+                                 "checkpoint.")]  # fmt: skip
     if lengths:
         blocks.append(table("lengths", "Lengths of the examples, in tokens",
                             ["split", *_LENGTHS.values()], lengths))  # fmt: skip
@@ -179,7 +179,7 @@ def rules(compared: "Compared") -> list[Block]:
         ["metric", compared.cell("plan", "rules", "metric", format="text")],
         ["better", "lower values" if plan.rules.lower_is_better else "higher values"],
         ["compared as", "ratio" if plan.rules.log else "difference"],
-        ["alpha: false alarms allowed over all looks (analyses of the results)",
+        ["alpha: accepted probability of a false alarm over all looks (analyses of the results)",
          compared.cell("plan", "rules", "alpha")],
         ["confidence of the statements about the metric", compared.cell(format="confidence")],
         ["margin: the largest cost that is acceptable",
@@ -243,7 +243,7 @@ def runs(compared: "Compared") -> list[Block]:
             ])  # fmt: skip
     head = ["arm", "seed", "status", "error", "attempts", "steps", metric, "final loss", "time",
             "folder"]  # fmt: skip
-    note = "Final loss: of the last evaluation on the split that selects the checkpoint."
+    note = "Final loss: the loss in the last evaluation on the split that selects the checkpoint."
     return [table("runs", "Runs by arm and seed", head, rows, note)]
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _EVIDENCE = "evidence.json"
 _ALPHA = 0.05  # 1 - confidence of the intervals of means, which belong to no verdict
-_SPREAD = 1.5  # perplexities of tuned values have a logarithmic axis if max / min is larger
+_SPREAD = 1.5  # the axis of perplexities of tuned values is logarithmic if max / min is larger
 _HEAT_ROWS, _HEAT_COLUMNS, _HEAT_ARMS = 24, 24, 8  # the most of each in the heat maps
 # Key of gradient flow in evidence.json → title. The front is the first two layers, the output the
 # model's head.
@@ -313,7 +313,7 @@ def _flow_ratios(compared: "Compared") -> list[Figure]:
 
 
 def _heat_maps(compared: "Compared") -> list[Figure]:
-    """Draw the gradient norm of parts or layers by step, in one run of each of up to 8 arms."""
+    """Draw the gradient norm of parts or layers by step, in one run of each of the first arms."""
     grids: dict[str, Grid] = {}
     files = []
     for arm in compared.arms[:_HEAT_ARMS] if compared.evidence.flow else ():
@@ -331,6 +331,7 @@ def _heat_maps(compared: "Compared") -> list[Figure]:
         "run; all arms have the same scale."
     )
     drawn = {cell["sign"] for cell in cells}
+    # the sign of ZERO is 0, which explains itself
     explained = [f"{sign} is {MEANINGS[kind]}" for kind, sign in SIGNS.items()
                  if sign in drawn and kind != ZERO]  # fmt: skip
     if explained:

@@ -107,7 +107,7 @@ def performance(compared: "Compared") -> list[Block]:
         "baseline: the effect over paired seeds with its interval, a ratio if it ends in ×; all "
         "intervals hold simultaneously. Retained: the arm's value divided by the baseline's (for "
         "perplexity and loss the baseline's divided by the arm's), so more than 100 % is better. "
-        "Final loss: of the last evaluation on the split that selects the checkpoint."
+        "Final loss: the loss in the last evaluation on the split that selects the checkpoint."
     )
     return [
         table("performance", "What every arm reached", head, rows, note),

@@ -1,7 +1,8 @@
 """The parts of a run's report that only EEG runs have: r by subject, traces, electrodes.
 
-The decoder is the trained model or, for comparison, a ridge regression. r is the correlation of the
-decoded envelope with the envelope of the heard speech, and a trace shows 10 seconds of both.
+The decoder, which computes the envelope (loudness over time) of the heard speech from EEG, is the
+trained model or, for comparison, a ridge regression. r is the correlation of the decoded with the
+true envelope, and a trace shows 10 seconds of both.
 """
 
 from collections.abc import Mapping
@@ -48,7 +49,7 @@ def blocks(folder: Path, records: Records, problems: list[str]) -> list[Block]:
 def _subjects(folder: Path, records: Records) -> list[Block]:
     shown: list[Block] = []
     rows = []
-    scores, best = RunRecord(folder).envelope_scores
+    scores, bounds = RunRecord(folder).envelope_scores
     for split, decoders in scores.items():
         for decoder in decoders:
             at = ("splits", split, decoder, "summary")
@@ -79,7 +80,7 @@ def _subjects(folder: Path, records: Records) -> list[Block]:
         points = subject_rows(decoders)
         if not points:
             continue
-        bound = best.get(split)
+        bound = bounds.get(split)
         caption = (
             "Pearson's r of each subject. The grey bars are the range by chance, in which nine of "
             "ten of the first decoder's correlations with mismatched envelopes lie."
@@ -155,7 +156,7 @@ def _envelopes(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
 
 
 def _excerpt(signals: Mapping[str, Any], rate: float) -> list[dict[str, Any]]:
-    """Return the rows of the middle 10 seconds of signals, or of all if they are shorter."""
+    """Return the rows of the middle 10 seconds of signals; all rows if these are shorter."""
     length = min(map(len, signals.values())) / rate
     start = max(0.0, (length - _SECONDS) / 2)
     return excerpt_rows(signals, rate, start=start, seconds=min(_SECONDS, length))
@@ -220,7 +221,7 @@ def _electrodes(folder: Path, records: Records) -> list[Figure]:
 
 
 def _first_layer(folder: Path, checkpoint: str) -> tuple[Any, Path]:
-    """Return the first convolution's weights and their file; None if no file has them.
+    """Return the first convolution's weights (None if no file has them) and their file.
 
     If the layer is frozen, its weights are in the folder `checkpoints/frozen-…`.
     """
@@ -241,5 +242,5 @@ def _first_layer(folder: Path, checkpoint: str) -> tuple[Any, Path]:
 
 
 def _name(text: str) -> str:
-    """Return a name for files: special characters become `-`."""
+    """Return a name for files: all but letters and digits of ASCII becomes `-`."""
     return "".join(c if c.isalnum() and c.isascii() else "-" for c in text)[:60] or "split"

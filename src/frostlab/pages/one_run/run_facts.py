@@ -24,7 +24,7 @@ from frostlab.records.schema import (
 from frostlab.text import plain, short
 
 RECIPE, DATA, ENVIRONMENT = "recipe.yaml", "data.json", "environment.json"
-CLASSES = 30  # the most classes that a chart shows
+CLASSES = 30  # with more classes, no chart of them is drawn
 _SHOWN = (StartEvent, ResumeEvent, StageEvent, StepEvent, EvaluationEvent, NoteEvent, EndEvent)
 
 
@@ -76,7 +76,11 @@ class OneRun:
         return [{"step": event.step, "stage": short(plain(event.name), 30)} for event in begins]
 
     def per_step(self, quantity: str) -> list[tuple[int, float | None]]:
-        """Return the `loss`, the `norm` or the `ms` of every step."""
+        """Return the loss, the gradient's norm or the duration of every step.
+
+        Args:
+            quantity: `loss`, `norm` or `ms`, as in `StepEvent`.
+        """
         return [
             (event.first + place, value)
             for event in self.events
@@ -185,7 +189,7 @@ def configuration(run: OneRun) -> list[Block]:
 
 
 def _keys(recipe: dict[str, Any], key: str) -> tuple[str, ...]:
-    """Return the keys that a dotted key joins; a key can have dots of its own."""
+    """Split a dotted key such as `data.length` into its keys, which can have dots of their own."""
     parts, keys, value = key.split("."), [], recipe
     while parts:
         size = next(n for n in range(1, len(parts) + 1) if ".".join(parts[:n]) in value)

@@ -151,9 +151,9 @@ def _training_figure(run: OneRun) -> Figure | None:
     better = "smaller" if metric_facts(run.metric).lower_is_better else "larger"
     shown = (
         f"{plain(run.metric)} at each evaluation on the split that selects the checkpoint "
-        f"({better} is better), the best of the last stage with a ring."
+        f"({better} is better). A ring marks the best one; with stages, that of the last stage."
     )
-    loss = "the loss of the training steps; in a long run, each point is the mean of neighbours."
+    loss = "the loss of each step; in a long run, each point is the mean of neighbouring steps."
     both = f"Above, {shown} Below, {loss}"
     caption = both if evaluations and losses else shown if evaluations else loss.capitalize()
     rows = [*({"curve": plain(run.metric)} | row for row in evaluations),
@@ -179,7 +179,7 @@ def _evaluation_rows(run: OneRun) -> list[dict[str, Any]]:
 
 
 def _results(run: OneRun) -> list[Block]:
-    """Return the metrics on the report split, of the best evaluation and of the last one."""
+    """Return the metrics: on the report split, in the best evaluation and in the last one."""
     report, last = run.value("report") or {}, run.value("last") or {}
     stages = run.value("stages") or []
     best = stages[-1]["metrics"] if stages else {}
@@ -250,8 +250,8 @@ def _curves(run: OneRun) -> list[Block]:
     for name, title, quantity, values, caption in shown:
         points = run_figures.thinned(values)
         if len(points) > 1:
-            zero = name == "learning-rate"
-            chart = run_figures.by_step(points, run.later_stages, quantity, zero)
+            from_zero = name == "learning-rate"
+            chart = run_figures.by_step(points, run.later_stages, quantity, from_zero)
             blocks.append(Figure(name, title, chart, caption, points, (EVENTS,)))
     return blocks
 
@@ -315,7 +315,8 @@ def _stages_figure(run: OneRun, stages: list[dict[str, Any]]) -> Figure:
         start = end
     points, place, previous = [], 0, -1
     for event in run.evaluations:
-        # a stage evaluates up to its last step; the next begins after it
+        # an evaluation after a stage's last step, or at a smaller step than the one before, belongs
+        # to the next stage
         while place < len(stages) - 1 and (event.step > last_steps[place] or event.step < previous):
             place += 1
         previous = event.step
@@ -445,7 +446,9 @@ def _flow(run: OneRun) -> list[Block]:
         norms = [{"step": step, "norm": norm} for step, norm in flow.norms().items()]
         blocks.append(Figure(
             f"flow-norm{suffix}", f"Norm of the whole gradient{where}",
-            norm_chart(flow).properties(width=460), "At every measured step.", norms, (EVENTS,),
+            norm_chart(flow).properties(width=460),
+            "The norm of the gradients of all parameters together, at every measured step.", norms,
+            (EVENTS,),
         ))  # fmt: skip
         if (chart := front_chart(flow)) is not None:
             ends = [{"step": report.step, **report.largest} for report in flow.reports]

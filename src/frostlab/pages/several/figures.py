@@ -62,7 +62,7 @@ def is_dense(effects: int, comparisons: int, arms: int) -> bool:
 
 
 def in_brackets(shortcomings: Sequence[str]) -> str:
-    """Return the shortcomings of a mean, such as confounded, as text to append to its name."""
+    """Return a mean's shortcomings, `confounded` and `reduced`, as text to append to its name."""
     return f" ({', '.join(shortcomings)})" if shortcomings else ""
 
 
@@ -78,13 +78,12 @@ def effect_figures(several: Several) -> list[Block]:
         rows = _effect_rows(several, metric, ratio)
         if not rows:
             continue
-        what = "ratio of" if ratio else "difference of"
         better = "smaller is better" if lower else "larger is better"
-        title = f"{what} {metric} to the baseline ({better})" if ratio else (
-            f"{what} {metric} from the baseline ({better})")  # fmt: skip
+        sign = "/" if ratio else "−"
+        title = f"{metric} {sign} that of the baseline ({better})"
         caption = (
             "Each mark is the effect of one arm in one comparison, with the interval of its "
-            "verdict; the dashed line is no difference."
+            "verdict; the dashed line marks no difference."
         )
         if any(row["doubtful"] for row in rows):
             caption += (
@@ -181,8 +180,8 @@ def effects_by_comparison(
     }
     whole = base.transform_filter("!datum.doubtful").mark_point(filled=True, opacity=1)
     hollow = base.transform_filter("datum.doubtful").mark_point(strokeWidth=2, opacity=1)
-    zero = alt.Chart(alt.Data(values=[{"zero": 1.0 if ratio else 0.0}])).mark_rule(
+    no_difference = alt.Chart(alt.Data(values=[{"at": 1.0 if ratio else 0.0}])).mark_rule(
         strokeDash=[5, 4], strokeWidth=1.5, stroke=GREY
-    ).encode(x=alt.X("zero:Q", title=title))  # fmt: skip
-    layers = alt.layer(zero, interval, whole.encode(**mark), hollow.encode(**mark))
+    ).encode(x=alt.X("at:Q", title=title))  # fmt: skip
+    layers = alt.layer(no_difference, interval, whole.encode(**mark), hollow.encode(**mark))
     return toggled(layers.properties(width=WIDTH, height=height))

@@ -45,7 +45,7 @@ def read_annotations(folder: Path) -> Annotations:
     except FileNotFoundError:
         return Annotations()
     if values is None:
-        raise BadInput(f"{path} is not a JSON object; delete it to start again")
+        raise BadInput(f"{path} is not a JSON object; delete it to begin a new one")
     return read(Annotations, values, path)
 
 

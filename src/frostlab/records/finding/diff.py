@@ -116,7 +116,7 @@ def _settings(run: Summary) -> dict[str, Any]:
 
 
 def _inputs(records: tuple[RunRecord, RunRecord]) -> Values:
-    """Return the digests that differ; of those of initial weights, only the first and a count."""
+    """Return the digests that differ; for initial weights, their number and the first pair."""
     sides: list[dict[str, Any]] = []
     weights: list[dict[str, str]] = []
     for record in records:

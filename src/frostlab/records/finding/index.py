@@ -67,7 +67,7 @@ class Summary:
     caution: str | None = None  # a warning about the reported numbers
     total_seconds: float | None = None
     step_ms: float | None = None  # median time of a step
-    runs_at_once: int | None = None  # most runs that could share the device; None until it ends
+    runs_at_once: int | None = None  # most runs that could share the device; None until the end
     error: str | None = None  # why the run did not finish, or why it cannot be read
     tags: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # by users, oldest first; or why annotations.json cannot be read
@@ -121,7 +121,7 @@ def find_run(root: Path, text: str) -> Path:
     hint = nearest(text, names) or (f"; it has {_listed(names)}" if names else "; it has no runs")
     if text and Path(text).is_dir():
         kind = "the folder of a comparison, not" if is_comparison(Path(text)) else "not the folder"
-        raise BadInput(f"{text!r} is {kind} of a run; name one in {root}{hint}")
+        raise BadInput(f"{text!r} is {kind} of a run; name a run in {root}{hint}")
     raise BadInput(f"no run {text!r} in {root}{hint}")
 
 

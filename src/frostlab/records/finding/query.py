@@ -285,9 +285,9 @@ def _unequal(settings: Sequence[dict[str, Any]], key: str) -> bool:
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean of a group's values, with its 95 % t interval."""
+    """The mean of a quantity over a group's runs, with its 95 % t interval."""
 
-    n: int  # number of values
+    n: int  # number of runs that have a value
     mean: float | None  # None without a value
     low: float | None  # None with fewer than two values
     high: float | None
