@@ -229,7 +229,7 @@ def _check_distinct(arms: Sequence[_ChosenRuns]) -> None:
             if same and not list(differing_keys(other.settings, arm.settings)):
                 raise BadInput(
                     f"{other.label} and {arm.label} were trained in the same way, so they are one "
-                    "arm; put a pattern in quotes, or the shell splits it: 'runs/a-*'"
+                    "arm; if the shell split a pattern, put it in quotes: 'runs/a-*'"
                 )
 
 

@@ -401,7 +401,7 @@ def _questions(compared: Compared) -> list[Block]:
         _orthogonality(compared),
         ["One comparison cannot answer this: its recipe has the model ",
          compared.records.cell(COMPARISON, "model", format="text"),
-         "; run it with the other model too."],
+         "; make the same comparison with the other model, too."],
     )  # fmt: skip
     about = words(f"The questions are about {plain(evidence.oelm)}: ",
                   compared.cell("arms", evidence.oelm, "does", format="text"), ".")  # fmt: skip
