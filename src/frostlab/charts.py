@@ -33,9 +33,11 @@ LONGEST = 100  # most characters of a text in a chart
 _LARGEST = 1e300  # larger numbers, such as infinity, are not drawn
 _PIXELS = 2  # pixels of a PNG per unit of length of a drawing
 LABEL = 40  # most characters of a label at an axis: the width of a long one is slow to measure
+# an id that the drawing library numbers, such as clip3, where it is defined or used
 _ID = re.compile(r'( id="|"url\(#)((?:clip|gradient_)\d+)(?=[")])')
 _ATTRIBUTE = re.compile(r' ([\w:-]+)="([^"]*)"')
 _SHAPE = re.compile(r'<(path|rect|line|circle)((?: [\w:-]+="[^"]*")+)(/?)>')
+# the only elements and attributes of a drawing in a page
 _ELEMENTS = frozenset({
     "svg", "g", "path", "rect", "circle", "line", "text", "tspan", "title", "defs", "clipPath",
     "linearGradient", "stop",
@@ -48,7 +50,7 @@ _ATTRIBUTES = frozenset({
     "stroke-width", "text-anchor", "transform", "viewBox", "width", "x", "x1", "x2", "y", "y1",
     "y2",
 })  # fmt: skip
-INNER_CHARTS = ("layer", "hconcat", "vconcat", "concat")  # keys of the charts inside a chart
+INNER_CHARTS = ("layer", "hconcat", "vconcat", "concat")  # keys of a chart that holds charts
 _NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 

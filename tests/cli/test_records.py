@@ -165,7 +165,7 @@ def test_old_runs_are_removed(runs: Path, in_this_process: Command) -> None:
         "imdb-none-0.001-s0", "new",
     ]  # fmt: skip
     again = in_this_process("clean", "--older", "30d", "--yes").stdout
-    assert again.endswith("no run is older than 30d and free to remove\n")
+    assert again.endswith("nothing to remove: no run is older than 30d, except those kept\n")
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_predict_prints_or_writes(
     assert [row["label"] for row in as_json] == [row["label"] for row in printed]
     out = tmp_path / "predictions.csv"
     done = in_this_process("predict", "weather", str(texts), "--out", str(out), *runs)
-    assert done.stdout.startswith(f"{out}: {len(printed)} texts, predicted as ")
+    assert done.stdout.startswith(f"{out}: {len(printed)} texts; predicted classes: ")
     assert list(csv.DictReader(io.StringIO(out.read_text()))) == printed
     again = in_this_process("predict", "weather", str(texts), "--out", str(out), *runs)
     assert again.returncode == 2

@@ -146,7 +146,7 @@ def test_a_diverged_run_counts_as_the_worst(runs: Path, tmp_path: Path) -> None:
     compared = fl.compare_runs(runs / "baseline-s*", runs / "oelm-s*", out=tmp_path / "c")
     verdict = compared.verdicts["oelm"]
     assert verdict.missing == {"oelm": 1}
-    assert "diverged, and each counts as the worst value of all" in verdict.sentence
+    assert "diverged, and each counts as the worst value of all runs" in verdict.sentence
     assert verdict.paired.low is None, "nothing is known about how bad it would have been"
 
 

@@ -158,7 +158,7 @@ def test_stages_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     evidence, text = found.evidence, found.page.read_text()
     assert evidence.refused_pairs == ()  # the same examples in the same order
     assert evidence.timing is None
-    assert "step timing is skipped: the stages take different steps" in lines
+    assert "step timing is skipped, because steps differ between stages" in lines
     verdicts = {answer.question: answer.verdict for answer in evidence.contrasts}
     gains = {
         name: [

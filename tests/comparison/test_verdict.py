@@ -163,7 +163,7 @@ def test_a_diverged_run_is_a_result() -> None:
     verdict = one(Scores(arm, {3: "diverged"}), base=base)
     assert verdict.word == "no difference found"
     assert (
-        "1 of 8 runs of oelm diverged, and each counts as the worst value of all"
+        "1 of 8 runs of oelm diverged, and each counts as the worst value of all runs"
         in verdict.sentence
     )
     assert verdict.missing == {"oelm": 1}

@@ -268,8 +268,8 @@ def test_the_commands_print_it(store: Path) -> None:
     assert isinstance(never.exception, fl.FrostlabError), "nothing is running"
     assert not isinstance(never.exception, fl.BadInput), "it ends with 1"
     assert str(never.exception) == (
-        "small-oelm-s1 has not begun, and mine does not run now (finished); the same `frostlab "
-        "matrix` command continues it"
+        "small-oelm-s1 has not begun, and mine does not run now (finished); repeat the "
+        "`frostlab matrix` command that started it to continue"
     )
     set_state(store, "finished", small_oelm_s1=RunState("missing", error="missing: data x"))
     never = call(app, ["logs", "small-oelm-s1", "-f", *runs])

@@ -134,7 +134,7 @@ def sst2_epoch(settings: BenchSettings) -> Iterator[Result]:
         step=loops[0].kind_and_reason,
         notes=(
             f"{timed:.1%} of the epoch was timed, after {warm_up} steps of warm-up",
-            "byte pairs learned from the dataset, not BERT's own word pieces",
+            "the tokens are byte pairs learned from the dataset, not BERT's own word pieces",
             *(() if settings.on_gpu else ("the Trainer does not compile on the CPU here",)),
         ),
         extra={"mean_length": mean, "epoch_timed": timed},
@@ -160,7 +160,7 @@ def _padded_loop(
 
 
 def _check_against_trainer(settings: BenchSettings, ours: Feed, theirs: Feed) -> dict[str, Any]:
-    """Compare the sides' losses on one batch, without dropout; competitors are not compiled."""
+    """Compare the losses on one batch without dropout; the Trainer and the loop do not compile."""
 
     def model() -> nn.Module:
         return enlarge_head(bert(settings, dropout=0.0), "classifier")
@@ -175,9 +175,9 @@ def _check_against_trainer(settings: BenchSettings, ours: Feed, theirs: Feed) ->
 
 
 def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
-    """Train GPT as a classifier: captured steps on packed batches against eager, padded steps.
+    """Train GPT as a classifier: CUDA graphs on packed batches against eager steps on padded ones.
 
-    Without IMDB, all sides get the same batches of random ids of one length.
+    Without `imdb` in the data folder, all sides get the same batches of random ids of one length.
     """
     batch, length = (4, 16) if settings.small else (16, 512)
     if settings.data_dir is not None and (settings.data_dir / "imdb").is_dir():
@@ -190,14 +190,14 @@ def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
         note = "IMDB at its real lengths: ours packed, theirs padded"
         feed, step_of_each_width = packed_feed(tokens, order, pad)
 
-        padded: Feed = lambda step: collate(tokens, order[step % len(order)], pad, limit=limit)  # noqa: E731
-        masked = padded_feed(tokens, order, pad, settings.device)
+        their_feed: Feed = lambda step: collate(tokens, order[step % len(order)], pad, limit=limit)  # noqa: E731
+        padded = padded_feed(tokens, order, pad, settings.device)
     else:
         vocabulary, mean, step_of_each_width = 16000, float(length), []
-        feed = padded = random_feed(
+        feed = their_feed = random_feed(
             batch, length, SMALL_VOCABULARY if settings.small else vocabulary, 2
         )  # fmt: skip
-        masked = feed, [0]
+        padded = feed, [0]
         note = "random ids of full length, because no --data-dir with imdb was given"
 
     def model(dropout: float) -> nn.Module:
@@ -210,8 +210,8 @@ def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
         return first_losses(FrostlabLoop(checked, one_batch, _SLOW, settings, kind).step)
 
     check = check_losses(
-        losses(feed, "captured"), settings.precision, theirs=losses(padded, "eager"),
-        loop=losses(masked[0], None),
+        losses(feed, "captured"), settings.precision, theirs=losses(their_feed, "eager"),
+        loop=losses(padded[0], None),
     )  # fmt: skip
     loops: list[FrostlabLoop] = []
 
@@ -222,9 +222,9 @@ def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
         return loop.step
 
     def theirs() -> Driver:
-        return as_driver(FrostlabLoop(model(0.1), padded, PRETRAINING, settings, "eager").step)
+        return as_driver(FrostlabLoop(model(0.1), their_feed, PRETRAINING, settings, "eager").step)
 
-    loop = _padded_loop(settings, lambda: model(0.1), masked, PRETRAINING)
+    loop = _padded_loop(settings, lambda: model(0.1), padded, PRETRAINING)
     times = settings.interleave(ours, theirs, rounds=30, loop=loop)
     yield assemble_result(
         settings,
@@ -287,7 +287,7 @@ def _language(settings: BenchSettings, batch: int) -> Result:
         check=check,
         step=loops[0].kind_and_reason,
         notes=(
-            "random ids, no dropout; only half of the FLOPs of causal attention are counted",
+            "random ids, no dropout; in the FLOPs, causal attention counts half",
             *(() if settings.on_gpu else ("the plain loops do not compile on the CPU here",)),
         ),
     )
@@ -358,9 +358,9 @@ def _frozen_qk(settings: BenchSettings, batch: int, length: int) -> Result:
 def frozen_prefix(settings: BenchSettings) -> Iterator[Result]:
     """Train the last of twelve layers, with and without a cache of the frozen layers' outputs.
 
-    BERT is a classifier. The two decoders are language models that train their last layer and the
-    head, like a stage of progressive training. At a width of 64, the head needs most of the FLOPs;
-    at a width of 1024, the layers need most. At small scale, there are two layers and one decoder.
+    The models are BERT as a classifier and two decoders as language models; their heads are trained
+    too. In the decoder of width 64, the head needs most of the FLOPs; in that of width 1024, the
+    layers need most. At small scale, there are two layers and one decoder.
     """
     if settings.small:  # model, examples per step, tokens per example, classes
         cases = [(_bert, 2, 16, 2), (_decoder(16), 4, 8, 0)]
@@ -406,8 +406,8 @@ def _frozen_prefix(
         check=check,
         step=loops[0].kind_and_reason,
         notes=(
-            "no dropout; ours_prepare_s includes filling the cache, the step times do not",
-            "the ceiling is that of the last layer and the head",
+            "no dropout; the step times do not include filling the cache, ours_prepare_s does",
+            "the ceiling counts only the work of the last layer and the head",
         ),
         extra={
             "theirs_step": loops[1].kind_and_reason[0],

@@ -36,6 +36,7 @@ class FrostlabLoop:
     """A loop of frostlab's training steps.
 
     `feed` returns the batch of a step. `model` may be an `Objective`, which has a loss of its own.
+    `prefix` holds the cached outputs of the model's lowest layers, if these are frozen.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class FrostlabLoop:
         return self._step([batch], batch.scored, self.rate).loss
 
     def warm_up(self, steps: Sequence[int]) -> None:
-        """Take each of these steps three times, so that a graph is captured for its shape."""
+        """Take each of these steps three times, so that their batches' shapes are captured."""
         for number in steps:
             for _ in range(3):
                 self.taken = number
@@ -242,7 +243,7 @@ def group_by_length() -> dict[str, Any]:
 
 
 def _clear_dynamo_environment() -> None:
-    """Remove the variables through which one compiling Trainer makes the next one compile."""
+    """Remove the environment variables by which one compiling Trainer makes the next compile."""
     for name in [name for name in os.environ if name.startswith("ACCELERATE_DYNAMO_")]:
         del os.environ[name]
 

@@ -32,7 +32,7 @@ _COLUMNS = (
     "faster",
     "loop ms",
     "faster than loop",
-    "to reach",
+    "target",
     "per s",
     "ceiling ms",
     "of ceiling",
@@ -161,9 +161,10 @@ def append(path: Path, result: Result) -> None:
 def table(results: Sequence[Result]) -> Group:
     """Return a table of the measured results, their notes, and the reasons for missing results."""
     grid = Table(
-        title="ours ÷ theirs: ratio of times, below 1 if ours is faster; "
-        "[10th, 90th percentile of rounds]; loop: torch.compile with reduce-overhead, fused AdamW; "
-        "ceiling: the shortest time that the device's peak speed allows; of ceiling: ceiling ms ÷ "
+        title="ours ÷ theirs: ratio of times, below 1 if ours is faster, [10th and 90th percentile "
+        "of the rounds' ratios]; faster: theirs ms ÷ ours ms; loop: a third side, with fused AdamW "
+        "and torch.compile's reduce-overhead; faster than loop: loop ms ÷ ours ms; ceiling: the "
+        "shortest time that the device's peak speed allows; of ceiling: ceiling ms ÷ "
         "ours ms; MFU: matmul FLOP/s of our step ÷ the highest that the device reached"
     )
     for name in _COLUMNS:

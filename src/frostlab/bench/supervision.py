@@ -82,7 +82,7 @@ def deep_supervision(settings: BenchSettings) -> Iterator[Result]:
 
     The first case trains four layers. The other two are the phases of progressive training: phase 1
     trains three layers; phase 2 adds a layer and trains only it and the head, with a loss at all
-    four layers. Each case is also timed against a loss at the last layer only.
+    four layers. Each case is also timed against `standard`: a loss at the last layer only.
     """
     config = decoder_config(settings.small)
     yield _deep_supervision(settings, config, "4 layers")
@@ -91,7 +91,7 @@ def deep_supervision(settings: BenchSettings) -> Iterator[Result]:
         reset_torch()
         phase = _deep_supervision(settings, replace(config, layers=layers), name, frozen)
         phases.append(phase)
-        if frozen:
+        if frozen:  # phase 2: compare both phases together
             deep, standard = (
                 sum(phase[key] for phase in phases) for key in ("deep_ms", "standard_ms")
             )

@@ -1,8 +1,9 @@
 """A whole run by the Hugging Face Trainer: `python -m frostlab.bench.trainer_run JOB`.
 
 The job is a folder with `job.json` and the token arrays of each split. The program trains,
-evaluates every epoch, keeps the best checkpoint, evaluates its weights on the `report` (test)
-split, and writes `outcome.json` to the folder. Of frostlab, it imports only the models.
+evaluates every epoch on the `tune` (validation) split, keeps the best checkpoint, evaluates its
+weights on the `report` (test) split, and writes `outcome.json` to the folder. Of frostlab, it
+imports only the models.
 """
 
 import json
@@ -116,6 +117,7 @@ def main(folder: Path) -> None:
         "steps": trainer.state.global_step,
         "accuracy": metrics["eval_accuracy"],
         "examples": len(report),
+        # all but the last evaluation, which is that on `report`
         "evaluations": sum("eval_accuracy" in entry for entry in trainer.state.log_history) - 1,
         "best": trainer.state.best_model_checkpoint,
         "began": began[0],

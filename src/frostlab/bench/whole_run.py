@@ -192,7 +192,7 @@ def _job(
     steps: int,
     compiles: bool,
 ) -> dict[str, Any]:
-    """Return the Trainer's job; it evaluates in batches as large as ours."""
+    """Return the Trainer's job; the Trainer evaluates in batches as large as ours."""
     train, optim = recipe.train, recipe.optim
     return {
         "model": asdict(model.config),

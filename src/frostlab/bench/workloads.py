@@ -55,7 +55,7 @@ class BenchSettings:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the device is a GPU that can capture graphs."""
+        """Whether the device is a GPU that can capture CUDA graphs."""
         return captures_graphs(self.device)
 
     @property

@@ -154,7 +154,7 @@ def _shortened(
     changes: dict[str, Any],
     seed: int | None,
 ) -> tuple["Recipe", str]:
-    """Return the recipe, shortened and with gradient flow measured, and the name of its run."""
+    """Return the recipe, shortened and with gradient flow measured, and a name for its run."""
     from frostlab.recipe.load import load_recipe, recipe_name, short_run_settings
 
     for option, value in (("--epochs", epochs), ("--steps", steps)):

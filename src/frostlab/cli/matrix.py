@@ -47,8 +47,8 @@ def matrix(
         str,
         typer.Argument(
             metavar="GROUP|FILE",
-            help="Name of a shipped group, or a YAML file that lists recipes, treatments, settings "
-            "and seeds.",
+            help="Name of a shipped group of experiments, or a YAML file that lists recipes, "
+            "treatments, settings and seeds.",
         ),
     ],
     only: Annotated[
@@ -196,11 +196,11 @@ def _add(plan: "MatrixPlan", folder: "MatrixFolder") -> None:
 def _drive(
     plan: "MatrixPlan", folder: "MatrixFolder", places: "Places", notify: str | None
 ) -> None:
-    """Start all runs that are left, and wait until they end."""
+    """Start all runs that are left, and wait until they end; exit with 1 if some failed."""
     from frostlab.matrix.drive import drive
     from frostlab.training.progress import choose_screen
 
-    memory = None
+    memory = None  # what the largest run needs
     if places.per_device == "auto":
         from frostlab.matrix.check import estimate_memory
         from frostlab.matrix.plan import recipes_of
@@ -222,7 +222,7 @@ def _detach(plan: "MatrixPlan", folder: "MatrixFolder") -> None:
     prepared = prepare_matrix(plan, folder)  # refuses what the driver would refuse
     for run in prepared.plan.runs:
         if run.missing is not None:
-            echo(f"{run.name} cannot run (missing: {run.missing}); the others go on")
+            echo(f"{run.name} cannot run (missing: {run.missing}); the other runs go on")
     problem = disk_problem(folder.path)  # a driver that cannot write its log could not report it
     if problem is not None:
         raise BadInput(f"{folder.path} cannot be written ({problem})")

@@ -99,8 +99,8 @@ def stop(
 ) -> None:
     """Stop a run of a matrix, or the whole matrix, after the current step.
 
-    Each run writes a checkpoint, and the same matrix command continues from it later. If a
-    matrix is stopped a second time, its runs end at once.
+    Each run writes a checkpoint. To continue from there later, repeat the command that
+    started the matrix. A matrix that is stopped again while it stops ends at once.
     """
     from frostlab.matrix.status import read_status
     from frostlab.matrix.store import EVERYTHING, MatrixFolder, holder_of
@@ -186,12 +186,12 @@ def _is_live(status: "MatrixStatus") -> bool:
 
 
 def _why_no_log(status: "MatrixStatus", name: str) -> str:
-    """Return why a run has no log, and will have none."""
+    """Return why a run has no log."""
     (row,) = [row for row in status.runs if row.name == name]
     if row.state == "waiting":
         return (
-            f"{name} has not begun, and {status.name} does not run now ({status.status}); the same "
-            "`frostlab matrix` command continues it"
+            f"{name} has not begun, and {status.name} does not run now ({status.status}); repeat "
+            "the `frostlab matrix` command that started it to continue"
         )
     reason = f" ({row.error})" if row.error else ""
     return f"{name} has written no log: it is {row.state}{reason}"

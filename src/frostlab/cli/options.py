@@ -44,7 +44,7 @@ PerDevice = Annotated[
         help="Number of runs that share a device; their times cannot be compared then. auto: as "
         "many as memory and CPU cores allow, but on a GPU with CUDA MPS at most 7 (5 of them "
         "train at a time), on a GPU without it at most 3 (1 trains at a time), on the CPU 1. "
-        "Meanwhile, the others load data, write results or wait.",
+        "Runs that do not train at the moment load data, write results or wait.",
     ),
 ]  # fmt: skip
 WhenIdle = Annotated[
@@ -74,7 +74,7 @@ def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
     return [name for name in entries if name.startswith(incomplete) and not name.startswith(".")]
 
 
-RUNS = "FROSTLAB_RUNS"  # environment variable
+RUNS = "FROSTLAB_RUNS"  # environment variable that replaces the default of --runs
 RunName = Annotated[
     str,
     typer.Argument(
@@ -165,7 +165,7 @@ def echo(text: object = "", err: bool = False) -> None:
 def settings_from(
     settings: Iterable[str] | None, device: str | None = None, scale: str | None = None
 ) -> dict[str, Any]:
-    """Return the recipe settings of --set, --device and --scale; the options win over --set."""
+    """Return the recipe settings of --set, --device and --scale; --device and --scale win."""
     from frostlab.recipe.load import parse_settings
     from frostlab.recipe.scale import ORDER
 

@@ -116,8 +116,8 @@ def list_runs(
 
     source = context.get_parameter_source("runs")
     # Without --runs, the folder may be missing, because there may be no runs yet.
-    usual = source is None or source.name != "COMMANDLINE"
-    every_run = [] if usual and not runs.exists() else read_runs(runs)
+    may_be_missing = source is None or source.name != "COMMANDLINE"
+    every_run = [] if may_be_missing and not runs.exists() else read_runs(runs)
     chosen = select(every_run, ",".join(where or ()), "" if group else sort)
     shown = None if keys is None else listed(keys)
     if chosen and group is not None:
@@ -147,7 +147,7 @@ def show(
 ) -> None:
     """Show a run (recipe, results, times, environment) or a comparison (conclusions, arms, files).
 
-    For a group, its summary is shown.
+    For a group (several comparisons of a study), show its summary.
     """
     from frostlab.records.finding.index import is_comparison, is_group
 
@@ -387,7 +387,7 @@ def clean(
         for entry in removed
     ]
     if not rows:
-        echo(f"no run is older than {older} and free to remove")
+        echo(f"nothing to remove: no run is older than {older}, except those kept")
         return
     total = size_text(sum(entry.size for entry in removed))
     echo("\n".join(columns(rows, right={1, 2}, width=width_of())))

@@ -162,7 +162,8 @@ def predict(
         echo(json.dumps({"out": str(out), "rows": count, "labels": counts}, indent=1))
         return
     listed = ", ".join(f"{label} {number:,}" for label, number in counts.most_common(8))
-    echo(plain(f"{out}: {counted(count, 'texts')}{f', predicted as {listed}' * bool(listed)}"))
+    classes = f"; predicted classes: {listed}" if listed else ""
+    echo(plain(f"{out}: {counted(count, 'texts')}{classes}"))
 
 
 def _show_caution(run: "Run") -> None:

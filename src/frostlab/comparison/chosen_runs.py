@@ -68,6 +68,7 @@ def plan_of_runs(groups: Sequence[RunsOf], changes: Mapping[str, Any] | None = N
     names = _arm_names(arms, settings)
     plan_values = {
         "name": _name_of(arms),
+        # each arm has its treatment, and each run its seed
         "recipe": first.to_dict() | {"treatment": "none", "seed": 0},
         "arms": [
             {
@@ -97,7 +98,7 @@ def plan_of_runs(groups: Sequence[RunsOf], changes: Mapping[str, Any] | None = N
 
 @dataclass(frozen=True)
 class _ChosenRuns:
-    """The runs of one arm by seed, whose treatment and settings are equal."""
+    """The runs of one arm by seed; they share the treatment and all settings."""
 
     label: str  # the user's text, for error messages
     runs: dict[int, RunRecord]
@@ -228,7 +229,7 @@ def _check_distinct(arms: Sequence[_ChosenRuns]) -> None:
             if same and not list(differing_keys(other.settings, arm.settings)):
                 raise BadInput(
                     f"{other.label} and {arm.label} were trained in the same way, so they are one "
-                    "arm; put a pattern that stands for several runs in quotes: 'runs/a-*'"
+                    "arm; if the shell split a pattern, put it in quotes: 'runs/a-*'"
                 )
 
 
@@ -307,7 +308,7 @@ def _value(settings: Mapping[str, Any], key: str) -> Any:
 
 
 def _value_text(value: Any) -> str:
-    """Return a short text for a setting's value: a section's kind, or a list's length."""
+    """Return a short text for a setting's value: a mapping's `kind`, or a list's length."""
     if isinstance(value, dict):
         return str(value.get("kind", ""))
     if isinstance(value, list):

@@ -39,7 +39,7 @@ from frostlab.storage import check_name
 
 Source = str | Path | dict[str, Any] | Recipe
 
-_RULES = ("metric", "alpha", "minimum_effect", "margin", "looks")
+_RULES = ("metric", "alpha", "minimum_effect", "margin", "looks")  # keys that belong to `rules`
 _SET_HERE = ("name", "rules", "quick", "runs")  # keys of a plan that its file may not set
 PLAN_KEYS = ("set", *_RULES, *(key for key in Plan.model_fields if key not in _SET_HERE))
 _INSTEAD = {"treatment": "arms", "seed": "seeds"}  # key that `set` refuses → key to use

@@ -72,8 +72,8 @@ def orthogonality_arms(plan: Plan) -> tuple[str, str] | None:
     """Return the two arms that show the effect of orthogonality, or None if one is missing.
 
     Both freeze query and key; the first makes them orthogonal, the second random. Of several pairs,
-    pairs whose other settings are equal come first; among these, pairs in which each head has the
-    same norm; and then pairs whose first arm orthogonalizes the model's own weights of each head.
+    the first criterion is equal other settings; the second, the same norm of each head in both
+    arms; the third, a first arm that orthogonalizes the model's own weights of each head.
     """
     surgeries = {arm.name: _surgery(plan, arm) for arm in plan.arms}
     pairs = [
@@ -115,7 +115,7 @@ def _surgery(plan: Plan, arm: Arm) -> Treatment:
 
 
 def _changes(surgery: Treatment) -> dict[str, KnownChange]:
-    """Return role → how a treatment sets its values (the last of the changes, if several).
+    """Return role → the change by which a treatment sets its values (the last one, if several).
 
     The result is empty if a change is a registered function, which may change anything, or if it
     selects something other than roles, such as some layers only.

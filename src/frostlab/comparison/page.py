@@ -60,7 +60,7 @@ def page(evidence: Evidence) -> str:
     if evidence.caution:
         parts.append(f"Caution: {escaped(evidence.caution)}.")
     if evidence.plan.quick:
-        parts.append(f"{_QUICK}: is a full comparison worthwhile?")
+        parts.append(f"{_QUICK}, to see whether a full comparison is worthwhile.")
     for title, section in SECTIONS:
         if text := section(evidence):
             parts.append(f"## {title}\n\n{text}")
@@ -183,11 +183,12 @@ def _further_numbers(evidence: Evidence) -> str:
             "runs missing"]  # fmt: skip
     note = (
         "P(improvement): how often a run of the arm beats a run of the baseline, over all pairs of "
-        "runs. P(cost > margin): posterior probability under a flat prior, with a variance "
-        "pooled over similar arms. Valid if seeds are added: an interval that stays valid if seeds "
-        "are added until it excludes 0 (or the ratio 1). For other test examples: seeds and test "
-        "examples are both taken as samples; only known for accuracy. Runs missing: paired runs "
-        "without a finite value. No verdict is drawn from these numbers."
+        "runs. P(cost > margin): posterior probability that the arm is worse by more than the "
+        "margin, under a flat prior, with a variance pooled over similar arms. Valid if seeds are "
+        "added: an interval that stays valid if seeds are added until it excludes 0 (or the ratio "
+        "1). For other test examples: seeds and test examples are both taken as samples; only "
+        "known for accuracy. Runs missing: paired runs without a finite value. No verdict is drawn "
+        "from these numbers."
     )
     return f"{markdown(head, rows)}\n\n{note}"
 
@@ -312,9 +313,11 @@ def _subjects(evidence: Evidence) -> str:
         return ""
     note = (
         "Tests are paired by subject: a subject's mean Fisher z over the seeds, with the arm "
-        f"and with {escaped(evidence.baseline)}. `report`: other recordings of the training "
-        "subjects (or other parts of the same recordings, if the files are split in that way); "
-        "`unseen`: subjects held out of training. The ridge decoder is the same for every seed."
+        f"and with {escaped(evidence.baseline)}. p is of a t test on z, p (signed ranks) of a test "
+        "on r; p (Holm) is the first p, corrected for the number of arms. `report`: other "
+        "recordings of the training subjects (or other parts of the same recordings, if the files "
+        "are split in that way); `unseen`: subjects held out of training. The ridge decoder is the "
+        "same for every seed."
     )
     return "\n\n".join([note, *parts])
 
@@ -406,7 +409,7 @@ def _tuning_curves(setting: TunedSetting) -> str:
             lines.append(f"  {point.value:<10g} {_bar(point.mean, low, high)}{ends}{chosen}{mark}")
     edges = [name for name, on_edge in setting.on_edge.items() if on_edge]
     note = (
-        f"{escaped(setting.key)}: the mean over the seeds of the metric, on the split that selects "
+        f"{escaped(setting.key)}: the metric, averaged over the seeds, on the split that selects "
         "the checkpoint, with its 95 % interval; the grid is the same for every arm. For each "
         "seed, the value was chosen by the scores of all other seeds (with a single seed, by its "
         "own score); `best` is the choice by the scores of all seeds. If several settings are "
@@ -452,8 +455,9 @@ def _differences(evidence: Evidence) -> str:
         lines.append("- No pair of runs finished, so nothing could be compared.")
     if not lines:
         lines = ["- The arms differ only in the treatment: for every pair, the data, the examples "
-                 "of every step that both runs took, and untouched weights are equal by digest, "
-                 "and device, precision, libraries and frostlab's code are equal."
+                 "of every step that both runs took, and the initial weights that no treatment "
+                 "changes are equal by digest, and device, precision, libraries and frostlab's "
+                 "code are equal."
                  ]  # fmt: skip
     return "\n".join(lines)
 

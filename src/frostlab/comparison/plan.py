@@ -32,7 +32,7 @@ DEFAULT_SEEDS = 6
 MOST_RUNS = 10_000  # most runs of a comparison, over all arms
 MOST_ARMS = 100
 MOST_SEED = 2**32  # every seed is below this number
-MOST_LOOKS = 1000
+MOST_LOOKS = 1000  # at one question
 AFTER_THE_FACT = "runs chosen after the fact"  # remark in verdicts of a plan of finished runs
 TIME_SHARE = 0.2  # share of alpha for statements about time, if steps are timed
 _COST_ENDINGS = ("_seconds", "_ms", "_bytes")  # ends of names of metrics compared as ratios
@@ -83,7 +83,7 @@ class Rules(Strict):
         return metric_facts(self.metric).compared_by == "error rate"
 
     def margin_as_cost(self, baseline: float) -> float:
-        """Return the margin as a difference or ratio, like the effect, given the baseline mean."""
+        """Return the margin in the unit of the effect; `baseline` is the baseline's mean."""
         assert self.margin is not None
         if self.of_errors:
             return (self.margin - 1) * (1 - baseline)
@@ -331,9 +331,9 @@ class Plan(Strict):
         if scale is None and stand_in is None:
             return self
 
-        def change(recipe: Recipe, own: Iterable[str] = ()) -> Recipe:
+        def change(recipe: Recipe, arm_keys: Iterable[str] = ()) -> Recipe:
             if scale is not None:
-                kept = {key: value for key, value in settings.items() if key not in own}
+                kept = {key: value for key, value in settings.items() if key not in arm_keys}
                 recipe = recipe_from(recipe.to_dict(), settings={**kept, "scale": scale})
             return recipe if stand_in is None else stand_in(recipe)
 

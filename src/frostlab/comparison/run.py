@@ -244,7 +244,7 @@ def compare_runs(
 def judge_runs(plan: Plan, out: Path | None = None) -> Comparison:
     """Judge the runs that a plan lists by absolute path, and write the results to the folder `out`.
 
-    By default, `out` is a new folder, or the folder in which the same runs were judged before.
+    By default, `out` is a new folder, or the folder in which these runs were judged before.
     """
     path = _folder_of_runs(plan) if out is None else out
     folder = ComparisonFolder(path.resolve())
@@ -326,7 +326,7 @@ def reproduce(source: Path, runner: Runner, out: Path | None = None) -> Comparis
     with folder.open(plan, stored.looks) as plan_with_seeds:
         quick = _stored_steps(ComparisonFolder(original), "quick.json") if plan.quick else None
         if quick is not None and _stored_steps(folder, "quick.json") is None:
-            folder.write("quick.json", asdict(quick))  # else the steps depend on this machine
+            folder.write("quick.json", asdict(quick))  # else this machine's speed would decide
         _carry_out(plan_with_seeds, folder, runner)
     again = Comparison(folder.path)
     first = read_evidence(original / "evidence.json")
@@ -532,7 +532,7 @@ def _time_steps(
     if plan.clock is None:
         return None
     if plan.has_stages:
-        runner.say("step timing is skipped: the stages take different steps")
+        runner.say("step timing is skipped, because steps differ between stages")
         return None
     values = folder.read("steps.json")
     if values is None:

@@ -31,7 +31,7 @@ class Look:
     recipe: str  # digest of the recipe without its metric and `_NOT_ASKED`
     arms: list[str]  # for each arm, a digest of its treatment and its `set`
     plan: str  # digest of the plan
-    results: str  # digest of results, rules, contrasts and arms; if equal, it is the same look
+    results: str  # digest of results, rules, questions and arms; if equal, it is the same look
     spent: float  # the false-alarm rate that the look was allowed: its part of alpha
     metric: str  # metric of the verdicts
     seeds: list[int]  # seeds of the results

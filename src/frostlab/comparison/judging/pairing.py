@@ -369,7 +369,7 @@ def check_records(records: Iterable[RunRecord]) -> None:
 
 def _check_report(record: RunRecord) -> None:
     """Refuse a result.json whose reported metrics are not those of events.jsonl."""
-    evaluations = record.events(EvaluationEvent)  # only the report names its checkpoint
+    evaluations = record.events(EvaluationEvent)  # only the last, on `report`, names one
     report = next((event for event in evaluations if event.checkpoint is not None), None)
     if report is None or report.metrics != record.result.report:
         raise BadInput(
@@ -465,6 +465,7 @@ def _unfinished(record: RunRecord, folder: Path) -> RunSummary:
 
 
 def _attempts(record: RunRecord) -> int:
+    """Count the attempts at a run; each new one renames the last one's result to result-N.json."""
     return 1 + len(list(record.folder.glob("result-*.json")))
 
 
@@ -483,7 +484,7 @@ def _stage(stage: Stage) -> StageSummary:
 
 @dataclass(frozen=True)
 class _Sources:
-    """The digests that a run must have; others show that files were changed between two runs.
+    """The digests that a run must have; a different one shows that files changed between two runs.
 
     The data of all runs must be those of the first finished run, and the pretrained weights of an
     arm's runs must be those of the arm's first finished run.

@@ -58,8 +58,8 @@ MEANINGS = JUDGED | _NEITHER | DOUBTFUL
 SHOWING_COST: tuple[Word, ...] = (*JUDGED, "identical")  # the interval shows what the arm costs
 NO_VALUE: tuple[Word, ...] = ("did not finish", "unproven")  # the effect is not known
 UNKNOWN = ("failed", "did not finish")  # reasons for a missing run that may not be the arm's fault
-_USUAL_GRID = 3  # if tuning tried more combinations, the level is multiplied by 3 / their number
-_SKEW_SHARE = 0.22  # share of comparisons with normal noise whose mean skewness is notable
+_USUAL_GRID = 3  # if tuning tried n > 3 combinations, the false-alarm rate is multiplied by 3 / n
+_SKEW_SHARE = 0.22  # with normal noise, share of comparisons whose arms' mean skewness is notable
 _SKEW_SHARE_OF_ONE = 0.1  # the same for the skewness of one arm alone, if there are several
 Values = Mapping[int, float]  # seed → value
 
@@ -391,7 +391,7 @@ class _Case:
         return "".join(
             f"; {len(reasons)} of {self.n} runs of {name} "
             f"{enumerated(sorted(set(reasons.values())))}, "
-            "and each counts as the worst value of all"
+            "and each counts as the worst value of all runs"
             for name, reasons in self.why.items()
             if reasons
         )
@@ -427,7 +427,7 @@ class _Case:
         """Return the skewness if it is notable: a long tail towards the other side of zero.
 
         Noise with such a tail makes a t interval too short on that side, most of all if no run of
-        the tail was drawn. So the mean over all arms counts too, and a moderate skewness is enough.
+        the tail was drawn. So the mean skewness over arms counts too, and a moderate one is enough.
         """
         if self.pair is None or self.n < LEAST_SEEDS or not math.isfinite(self.pair.std):
             return None

@@ -1,4 +1,7 @@
-"""Words for what an interval shows: the effect and its ends, its size, the costs it excludes."""
+"""Texts about the interval of an effect (the difference or ratio of two arms).
+
+A cost is how much worse one arm is than the other.
+"""
 
 from typing import Literal
 
@@ -20,7 +23,10 @@ def excluded_costs(answer: Answer, largest: float | None, rules: Rules) -> str:
 
 
 def effect_text(pair: Paired | None, family: int = 1, level: float | None = None) -> str:
-    """Format the effect and its interval: "+0.012 (95 %: +0.004 to +0.02)" or "0.93 × (…)"."""
+    """Format the effect and its interval: "+0.012 (95 %: +0.004 to +0.02)" or "0.93 × (…)".
+
+    `level` is the false-alarm rate of a whole `family` of statements; None: the pair's own rate.
+    """
     if pair is None:
         return "no pair of values"
     number, effect = ("{:.4g}", "{:.4g} ×") if pair.log else ("{:+.4g}", "{:+.4g}")

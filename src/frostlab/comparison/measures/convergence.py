@@ -54,7 +54,7 @@ def convergence(runs: Runs, rules: Rules) -> Convergence | None:
     evaluations = min((len(curve) for curve in baseline.values() if curve), default=0)
     if not evaluations:
         return None
-    target, place = _recipe_target(runs, rules) or _baseline_target(baseline, evaluations, rules)
+    target, origin = _recipe_target(runs, rules) or _baseline_target(baseline, evaluations, rules)
     arrivals = {
         arm: {
             seed: spent
@@ -63,11 +63,11 @@ def convergence(runs: Runs, rules: Rules) -> Convergence | None:
         }
         for arm, by_seed in curves.items()
     }
-    level = rules.level / max(1, len(plan.others))
+    level = rules.level / max(1, len(plan.others))  # so that all arms' intervals hold at once
     return Convergence(
         metric=rules.metric,
         target=target,
-        place=place,
+        place=origin,
         evaluations=evaluations,
         arms={arm.name: _arm(runs, arm.name, arrivals, level) for arm in plan.arms},
     )
@@ -85,6 +85,7 @@ def _evaluations(record: RunRecord, metric: str) -> list[_Evaluation]:
 
 
 def _recipe_target(runs: Runs, rules: Rules) -> tuple[float, str] | None:
+    """Return the recipe's target for the compared metric, and its origin in words."""
     recipe = runs.plan.recipe_of(runs.plan.baseline, runs.plan.seeds[0])
     target = recipe.evaluate.target
     if target is None or recipe.metric != rules.metric:
@@ -93,7 +94,7 @@ def _recipe_target(runs: Runs, rules: Rules) -> tuple[float, str] | None:
 
 
 def _baseline_target(baseline: _Curves, evaluations: int, rules: Rules) -> tuple[float, str]:
-    """Return the mean of the best values that the baseline's runs had halfway, and a description.
+    """Return the mean of the best values that the baseline's runs had halfway, and its origin.
 
     A run that is behind the mean can still reach it at a later evaluation. For a metric that is
     compared as a ratio, the mean is geometric.

@@ -1,4 +1,4 @@
-"""EEG decoders in a comparison: tests by subject, and their r on segments of recordings.
+"""EEG decoders in a comparison: how they differ by subject, and their r on short segments.
 
 An arm is a variant of the compared recipe; ridge is a linear decoder of the same recordings. r is
 the correlation of decoded and true speech envelope. Segments last 60 s, as in the Auditory EEG
@@ -102,7 +102,7 @@ def _subject_z(scores: Any) -> dict[str, float]:
 def _subject_test(
     arm: Sequence[dict[str, float]], base: Sequence[dict[str, float]]
 ) -> dict[str, Any]:
-    """Compare an arm with the baseline by subject: t test on z, signed-rank test on r.
+    """Compare an arm with the baseline, paired by subject: t test on z, signed-rank test on r.
 
     Each item of `arm` and `base` holds the z by subject of one seed.
     """
@@ -182,7 +182,7 @@ def segments_section(evidence: Evidence) -> str:
         for arm, quantities in evidence.segments.items()
     ]  # fmt: skip
     head = ["arm", "subjects trained on", "subjects not trained on", "score over seeds",
-            "score − baseline [95 %]"]  # fmt: skip
+            "score − baseline's [95 %]"]  # fmt: skip
     note = (
         "r of segments of 60 s, as in the Auditory EEG Challenge of 2023: a subject's r is the "
         "mean over its segments (a shorter recording is one segment), and the columns show the "

@@ -43,7 +43,8 @@ def step_times(evidence: Evidence) -> str:
         f"other copies has the ratio {ratio_text(timing.control)} (95 % confidence over all "
         f"controls). The timing {proof}. FLOPs allow: a lower bound on the ratio, from the "
         "matrix products that are saved; a remark says if the whole interval is below it. "
-        "Peak memory is measured during the first build and its warm-up."
+        "Peak memory is measured during the first build and its warm-up; optimizer is the size of "
+        "its state, and trained weights the size of the trainable parameters."
     )
     if timing.notes:
         note += f" Notes: {escaped('; '.join(timing.notes))}."
@@ -83,10 +84,11 @@ def run_times(evidence: Evidence) -> str:
     ]
     note = (
         f"{whole_run_note(evidence).capitalize()}. Total is h:mm:ss, the mean of the runs, with "
-        "the gap to the baseline over paired runs and its 95 % interval; per epoch and per step "
-        "leave out validation. cv is the coefficient of variation: over all epochs, over the "
-        "blocks of interleaved steps and, for alternating runs, over these runs. Validation: its "
-        "seconds in a run, the seconds of one evaluation, and its share of the total time."
+        "the gap to the baseline over paired runs and its 95 % interval; time saved is a share of "
+        "the baseline's total. Per epoch and per step leave out validation. cv is the coefficient "
+        "of variation: over all epochs, over the blocks of interleaved steps and, for alternating "
+        "runs, over these runs. Validation: its seconds in a run, the seconds of one evaluation, "
+        "and its share of the total time."
     )
     if scaled:
         note += " *Scaled*: the runs are shorter than an epoch, whose time is extrapolated."
