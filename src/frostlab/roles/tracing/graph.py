@@ -29,6 +29,16 @@ _LOOP = 3  # fewer joined results than this are not taken for the states of a lo
 _SOFTMAXES = ("Softmax", "SafeSoftmax")
 _DISTANCES = ("Cdist", "EuclideanDist")
 CHECKPOINT = "CheckpointFunction"  # a node that computes layers again in the backward pass
+# Operations that may stand between a softmax and its product with the values, if only one of their
+# inputs is an activation.
+_ONE_SIDED = {"Mul", "Div", "Add", "Sub", "MaskedFill", "Where", "NativeDropout", "Addcmul"}
+SHAPES = {  # operations that move, copy, select or mask entries
+    "View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute", "T", "Expand", "Squeeze",
+    "Unsqueeze", "Slice", "Select", "Split", "SplitWithSizes", "UnsafeSplit", "Unbind", "Cat",
+    "Stack", "Clone", "ToCopy", "Alias", "Repeat", "Index", "IndexSelect", "Gather", "Roll", "Flip",
+    "Unfold", "AsStrided", "ConstantPadNd", "CopySlices", "Copy", "MaskedFill", "Where", "Scatter",
+    "IndexPut", "Tril", "Triu", "SliceScatter",
+}  # fmt: skip
 ContractionKind = Literal["matrix", "convolution", "lookup"]
 
 
@@ -108,6 +118,10 @@ class Graph:
     def module(self, node: Node) -> str:
         """Return the path of the module that made a node."""
         return self.trace.records[self.call(node)].module
+
+    def where(self, node: Node) -> str:
+        """Return the module that made a node, as the subject of a sentence."""
+        return self.module(node) or "its forward pass"
 
     def weight_only(self, node: Node) -> bool:
         """Return whether a node is computed from parameters alone.
@@ -310,6 +324,47 @@ class Graph:
     def is_mixing(self, node: Node) -> bool:
         """Return whether a node may be a step of an attention, or is a whole fused one."""
         return self.is_softmax(node) or self.is_fused_attention(node) or self.is_product(node)
+
+    def products_after(self, softmax: Node) -> list[tuple[Node, int]]:
+        """Return the products with a softmax's probabilities, and which operand these are."""
+        uses, seen = [], set()
+        pending = list(self.consumers.get(softmax, []))
+        while pending:
+            node, index = pending.pop()
+            if (node, index) in seen:
+                continue
+            seen.add((node, index))
+            if self.is_product(node):
+                left = self.operands(node)[0]
+                operand = 0 if left is not None and self._comes_from(left.node, softmax) else 1
+                uses.append((node, operand))
+            elif self.passes(node):
+                pending += self.consumers.get(node, [])
+        return uses
+
+    def _comes_from(self, node: Node, softmax: Node) -> bool:
+        for passed, _ in self.before(node, lambda n: n is not softmax and not self.passes(n)):
+            if passed is softmax:
+                return True
+        return False
+
+    def passes(self, node: Node) -> bool:
+        """Return whether a node only changes the shape, the mask or the scale of one activation."""
+        kind = self.kind(node)
+        if kind in SHAPES:
+            return True
+        return kind in _ONE_SIDED and self.activations(node) <= 1
+
+    def products_before(self, softmax: Node) -> list[Node]:
+        """Return the products that a softmax's scores are made of."""
+        start = self.edge(softmax, 0)
+        if start is None:
+            return []
+
+        def stop(node: Node) -> bool:
+            return self.is_mixing(node) or self.contraction(node) is not None
+
+        return [n for n, stopped in self.before(start, stop) if stopped and self.is_product(n)]
 
     def is_given(self, edge: GradientEdge) -> bool:
         """Return whether an activation is computed from inputs alone, without a contraction."""

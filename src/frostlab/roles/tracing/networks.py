@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from frostlab.roles.tracing.attentions import SHAPES, Attentions
+from frostlab.roles.tracing.attentions import Attentions
 from frostlab.roles.tracing.claims import Finding
 from frostlab.roles.tracing.dependence import touched
 from frostlab.roles.tracing.graph import (
+    SHAPES,
     Contraction,
     Graph,
     Node,
