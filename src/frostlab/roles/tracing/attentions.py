@@ -79,6 +79,8 @@ class Attentions:
         self.found: list[Attention] = []
         self.core: set[Node] = set()  # their softmaxes, products and fused attentions
         self.projections: set[Node] = set()  # nodes that make queries, keys and values
+        # id of a parameter → why it is not clear what an attention uses it for
+        self.unclear: dict[int, str] = {}
         pending: list[tuple[Node, Any]] = []
         unread: list[Node] = []  # softmaxes that do not look like an attention's
         for node in graph.order:
@@ -107,6 +109,7 @@ class Attentions:
                 self._read_side(side)
                 self.projections |= {contraction.node for contraction in side.contractions}
         for attention in self.found:
+            self._note_unseen_outputs(attention)
             attention.cross = self._is_cross(attention)
             self._read_factors(attention)
             for side in attention.sides.values():
@@ -141,12 +144,17 @@ class Attentions:
             edge = self.graph.edge(node, index)
             if edge is not None:
                 sides[role] = Side(role, edge, index, len(shape_at(edge)) - 1)
-            elif role != "value" or self.graph.without_history() - self.graph.reached():
-                raise UnknownArchitecture(
-                    f"{self.graph.where(node)} computes the {role} of an attention without "
-                    "gradients, so it is not clear which weights it comes from"
-                )
+            else:
+                self._refuse_without_history(node, role)
         return [Attention(sides, node, node._sequence_nr(), node)]
+
+    def _refuse_without_history(self, node: Node, role: str) -> None:
+        """Raise an error for a side without a history, unless it is a value made of constants."""
+        if role != "value" or self.graph.without_history() - self.graph.reached():
+            raise UnknownArchitecture(
+                f"{self.graph.where(node)} computes the {role} of an attention without gradients, "
+                "so it is not clear which weights it comes from"
+            )
 
     def _written(
         self, softmax: Node, products: list[tuple[Node, int]], scores: list[Node]
@@ -209,6 +217,7 @@ class Attentions:
         for value_product, operand in products:
             edge = graph.operands(value_product)[1 - operand]
             if edge is None:
+                self._refuse_without_history(softmax, "value")
                 continue
             if not sums_along(softmax, value_product):
                 raise UnknownArchitecture(
@@ -280,8 +289,10 @@ class Attentions:
         """Find the projections of a side: the first contractions on the way back to the inputs."""
         graph = self.graph
         made: Node = None  # a product of two activations, outside the attentions
+        matrices = False  # whether matrices of parameters are multiplied entry by entry
         for node, stopped in graph.before(side.edge, self._stops):
             if not stopped:
+                self._note_unseen(node, f"the {side.role} of an attention")
                 continue
             contraction = graph.contraction(node)
             if contraction is not None and contraction.kind != "lookup":
@@ -291,17 +302,66 @@ class Attentions:
                 side.sources.add(node)
             elif graph.weight_only(node):
                 side.bare += graph.uses_below(node)
+                matrices = matrices or (
+                    sum(size > 1 for size in shape_at(GradientEdge(node, 0))) > 1
+                    and any(graph.kind(n) == "Mul" for n, _ in graph.consumers.get(node, []))
+                )
             elif graph.is_product(node) and node not in self.core:
                 made = node
         if made is not None and not side.contractions and self._projections(made):
             how = (
                 "with a matrix that is no parameter, such as a quantised weight in a buffer"
-                if None in graph.operands(made) else "as a product of two computed matrices"
+                if None in graph.operands(made) else self._how_made(made)
             )  # fmt: skip
             raise UnknownArchitecture(
                 f"{graph.where(made)} computes the {side.role} of an attention {how}, so it is not "
                 "clear which weights it comes from"
             )
+        for use in side.bare if matrices and not side.contractions else ():
+            self.unclear.setdefault(
+                use.parameter,
+                f"is multiplied entry by entry, not as a matrix, for the {side.role} of an "
+                "attention, so it is not clear which of its rows make it",
+            )
+
+    def _how_made(self, made: Node) -> str:
+        """Say how a side is computed, if it is no projection by a parameter."""
+        graph = self.graph
+
+        def stop(node: Node) -> bool:
+            return node is not made and graph.is_mixing(node)
+
+        how = "as a product of two computed matrices"
+        for edge in filter(None, graph.operands(made)):
+            if graph.parameters_alone(edge.node):
+                walk = [graph.module(n) for n, _ in graph.before(edge, stop) if n.next_functions]
+                names = [path for path in walk if ".parametrizations." in path]
+                by = names[0] if names else "a parametrization such as spectral_norm"
+                return f"{how}, of which {by} {'makes' if names else 'may make'} one"
+        return how
+
+    def _note_unseen(self, node: Node, what: str) -> None:
+        """Note the matrices of parameters that a node uses if it is not seen what for."""
+        for parameter in self.graph.unseen(node):
+            if parameter.ndim > 1:
+                function = "a function of TorchScript"
+                if not self.graph.is_scripted(node):
+                    function = f"{self.graph.kind(node)}, a function of autograd,"
+                self.unclear.setdefault(
+                    id(parameter),
+                    f"is used by {function} for {what}, and what that does with it is not seen",
+                )
+
+    def _note_unseen_outputs(self, attention: Attention) -> None:
+        """Note the matrices that project an attention's result in a way that is not seen."""
+        graph = self.graph
+
+        def stop(node: Node) -> bool:
+            return graph.contraction(node) is not None or node in self.core or self.is_hub(node)
+
+        for node, stopped in graph.after([attention.result], stop):
+            if not stopped:
+                self._note_unseen(node, "the result of an attention")
 
     def _is_cross(self, attention: Attention) -> bool:
         """Return whether keys come from another sequence than queries, or the query is learned.

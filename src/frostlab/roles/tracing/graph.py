@@ -10,12 +10,14 @@ alone. A product is a matrix product of two activations, as in attention.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
@@ -28,6 +30,12 @@ _MATRIX = {"Mm": (0, 1), "Addmm": (1, 2), "Bmm": (0, 1), "Baddbmm": (1, 2), "Mv"
 _LOOP = 3  # fewer joined results than this are not taken for the states of a loop
 _SOFTMAXES = ("Softmax", "SafeSoftmax")
 _DISTANCES = ("Cdist", "EuclideanDist")
+_SCRIPTED = "DifferentiableGraph"  # the node of a function that TorchScript has compiled
+# Functions of single entries whose derivative may vanish, although the result depends on the entry.
+_FLAT = {
+    "Relu", "Hardtanh", "Hardsigmoid", "Hardswish", "Clamp", "ClampMin", "ClampMax", "Threshold",
+    "Round", "Floor", "Ceil", "Trunc", "Sign", "Gelu", "Silu", "Elu", "Softplus", "Sigmoid", "Tanh",
+}  # fmt: skip
 CHECKPOINT = "CheckpointFunction"  # a node that computes layers again in the backward pass
 # Operations that may stand between a softmax and its product with the values, if only one of their
 # inputs is an activation.
@@ -92,6 +100,19 @@ class Graph:
                     pending.append(parent)
         self.order = sorted(self.nodes, key=lambda n: n._sequence_nr())
         self._contractions: dict[Node, Contraction | None] = {}
+        self._straight = [True]  # whether gradients go straight through functions in `_FLAT`
+        for node in self.order:
+            if self.kind(node) in _FLAT:
+                node.register_hook(partial(_straight_through, self._straight))
+
+    @contextmanager
+    def true_gradients(self) -> Iterator[None]:
+        """Meanwhile, let gradients vanish where functions such as a ReLU do not change."""
+        self._straight[0] = False
+        try:
+            yield
+        finally:
+            self._straight[0] = True
 
     def kind(self, node: Node) -> str:
         """Return the operation of a node, such as Mm or Softmax."""
@@ -106,6 +127,17 @@ class Graph:
         """Return the use of a parameter (`trace.Use`) that a leaf stands for, or None."""
         variable = getattr(node, "variable", None)
         return None if variable is None else self.trace.uses.get(id(variable))
+
+    def unseen(self, node: Node) -> list[nn.Parameter]:
+        """Return the parameters that a node takes themselves, not by an alias that stands for them.
+
+        Functions of autograd that are written in Python, and functions of TorchScript, do so. What
+        they do with a parameter is not seen.
+        """
+        given = [getattr(parent, "variable", None) for parent, _ in node.next_functions]
+        given += node.saved_tensors if isinstance(node, BackwardCFunction) else []
+        found = {id(p): p for p in given if isinstance(p, nn.Parameter)}
+        return list(found.values())
 
     def is_input(self, node: Node) -> bool:
         """Return whether a leaf of the graph is an input of the model."""
@@ -271,8 +303,7 @@ class Graph:
     def activations_of(self, node: Node) -> list[GradientEdge]:
         """Return the edges to the inputs of a node that are not made of parameters alone.
 
-        A function of autograd that is written in Python takes parameters themselves, not the
-        aliases that stand for them elsewhere (`Use.alias`); edges to these are left out, too.
+        Edges to parameters that a function takes themselves (`unseen`) are left out, too.
         """
         edges = [self.edge(node, index) for index in range(len(node.next_functions))]
         return [
@@ -301,8 +332,12 @@ class Graph:
         )
 
     def is_custom(self, node: Node) -> bool:
-        """Return whether a node is an autograd function that is written in Python."""
-        return isinstance(node, BackwardCFunction)
+        """Return whether a node is a function written in Python, or compiled by TorchScript."""
+        return isinstance(node, BackwardCFunction) or self.is_scripted(node)
+
+    def is_scripted(self, node: Node) -> bool:
+        """Return whether a node is a function that TorchScript has compiled."""
+        return self.kind(node) == _SCRIPTED
 
     def is_product(self, node: Node) -> bool:
         """Return whether a node multiplies two activations as matrices."""
@@ -398,6 +433,18 @@ class Graph:
             return [consumer for consumer, _ in self.consumers.get(node, [])]
 
         return _walk([n for start in starts for n in following(start)], stop, following)
+
+
+def _straight_through(
+    straight: Sequence[bool], given: Sequence[Any], upstream: Sequence[Any]
+) -> tuple[Any, ...] | None:
+    """Let a gradient through a function of single entries, as if its derivative were 1.
+
+    Where the derivative is 0, as for a ReLU that is off, gradients would show no dependence.
+    """
+    if not straight[0] or given[0] is None or given[0].shape != upstream[0].shape:
+        return None
+    return (upstream[0], *given[1:])
 
 
 def _walk(

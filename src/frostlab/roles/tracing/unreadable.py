@@ -14,6 +14,12 @@ from frostlab.roles.tracing.dependence import mixes_vectors
 from frostlab.roles.tracing.graph import CHECKPOINT, Graph, Node
 
 _OPERANDS = 3  # queries, keys and values
+# functions that may stand in the place of the softmax
+_FUNCTIONS = {
+    "Exp": "the exponentials", "Sigmoid": "the sigmoids", "Tanh": "the hyperbolic tangents",
+    "Relu": "the ReLU", "Elu": "the ELU", "Gelu": "the GELU", "Silu": "the SiLU",
+    "Softplus": "the softplus", "Pow": "a power",
+}  # fmt: skip
 
 
 def refuse_unreadable(graph: Graph, softmaxes: Iterable[Node], known: Collection[Node]) -> None:
@@ -26,17 +32,20 @@ def refuse_unreadable(graph: Graph, softmaxes: Iterable[Node], known: Collection
     for node in graph.order:
         if graph.is_custom(node) and graph.kind(node) != CHECKPOINT:
             inputs = graph.activations(node)
-            if inputs == _OPERANDS or (inputs and mixes_vectors(graph, node)):
-                how = "with three activations" if inputs == _OPERANDS else "to mix vectors"
+            triple = inputs == _OPERANDS and not graph.is_scripted(node)
+            if triple or (inputs and mixes_vectors(graph, node)):
+                how = "with three activations" if triple else "to mix vectors"
+                name = "a function of TorchScript" if graph.is_scripted(node) else graph.kind(node)
                 raise UnknownArchitecture(
-                    f"{graph.where(node)} calls {graph.kind(node)} {how}: it may be an "
+                    f"{graph.where(node)} calls {name} {how}: it may be an "
                     "attention, but what it does with them is not seen"
                 )
-        if graph.kind(node) == "Exp" and graph.products_after(node):
+        function = _FUNCTIONS.get(graph.kind(node))
+        if function is not None and _weighs(graph, node):
             scores = [p for p in graph.products_before(node) if None not in graph.operands(p)]
             if scores:
                 raise UnknownArchitecture(
-                    f"{graph.where(node)} multiplies the exponentials of a product of two "
+                    f"{graph.where(node)} multiplies {function} of a product of two "
                     "activations by a third, which is not an attention in a form that can be "
                     "read: use torch's softmax"
                 )
@@ -48,6 +57,23 @@ def refuse_unreadable(graph: Graph, softmaxes: Iterable[Node], known: Collection
                 "attention in a form that can be read (a matrix product of queries and keys, "
                 "a softmax, and its matrix product with values)"
             )
+
+
+def _weighs(graph: Graph, function: Node) -> bool:
+    """Return whether a product uses a function's result, perhaps divided by its own sum."""
+
+    def ends(node: Node) -> bool:
+        stops = graph.is_mixing(node) or graph.contraction(node) is not None
+        return node is function or stops or not node.next_functions
+
+    def is_own(node: Node) -> bool:
+        walks = [graph.before(edge, ends) for edge in graph.activations_of(node)]
+        return all(n is function for walk in walks for n, stopped in walk if stopped)
+
+    def stop(node: Node) -> bool:
+        return not (graph.passes(node) or (graph.kind(node) in ("Mul", "Div") and is_own(node)))
+
+    return any(graph.is_product(n) for n, stopped in graph.after([function], stop) if stopped)
 
 
 def _weighs_mixed(graph: Graph, softmax: Node) -> bool:
