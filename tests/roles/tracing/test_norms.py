@@ -268,3 +268,25 @@ def biased_once(m: Any, q: Tensor) -> Tensor:
 
 def test_a_norm_is_read_from_a_first_pass_that_fills_a_cache() -> None:
     assert found(Model(biased_once))["scale"].role == "norm"
+
+
+class Mixed(nn.Module):
+    """A model whose layers add its normed embeddings to what they are applied to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 5)
+        self.layers = nn.ModuleList(Layer(lambda _, q: q) for _ in range(2))
+        self.shares = nn.ParameterList(nn.Parameter(torch.tensor([0.9, 0.1])) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = first = F.rms_norm(self.embed(ids), (WIDTH,))
+        for layer, shares in zip(self.layers, self.shares, strict=True):
+            x = layer(shares[0] * x + shares[1] * first)
+        return self.head(x)
+
+
+def test_numbers_that_are_selected_from_a_vector_are_no_scale_of_a_norm() -> None:
+    parts = {part.name: part.role for part in fl.anatomy(Mixed(), IDS).parts}
+    assert "norm" not in parts.values()

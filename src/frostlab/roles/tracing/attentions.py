@@ -18,26 +18,17 @@ from frostlab.errors import UnknownArchitecture
 from frostlab.roles.tracing.dependence import (
     Group,
     find_groups,
-    mixes_vectors,
     query_operand,
     sums_along,
     touched,
 )
-from frostlab.roles.tracing.graph import CHECKPOINT, Contraction, Graph, Node, shape_at
+from frostlab.roles.tracing.graph import SHAPES as SHAPES
+from frostlab.roles.tracing.graph import Contraction, Graph, Node, shape_at
 from frostlab.roles.tracing.passes.trace import Use
+from frostlab.roles.tracing.unreadable import refuse_unreadable
 
 SIDES = ("query", "key", "value")
 _DEPTH = 3  # longest chain of projections that is followed back from a side
-# Operations that may stand between a softmax and its product with the values, if only one of their
-# inputs is an activation.
-_ONE_SIDED = {"Mul", "Div", "Add", "Sub", "MaskedFill", "Where", "NativeDropout", "Addcmul"}
-SHAPES = {  # operations that move, copy, select or mask entries
-    "View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute", "T", "Expand", "Squeeze",
-    "Unsqueeze", "Slice", "Select", "Split", "SplitWithSizes", "UnsafeSplit", "Unbind", "Cat",
-    "Stack", "Clone", "ToCopy", "Alias", "Repeat", "Index", "IndexSelect", "Gather", "Roll", "Flip",
-    "Unfold", "AsStrided", "ConstantPadNd", "CopySlices", "Copy", "MaskedFill", "Where", "Scatter",
-    "IndexPut", "Tril", "Triu", "SliceScatter",
-}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -88,6 +79,8 @@ class Attentions:
         self.found: list[Attention] = []
         self.core: set[Node] = set()  # their softmaxes, products and fused attentions
         self.projections: set[Node] = set()  # nodes that make queries, keys and values
+        # id of a parameter → why it is not clear what an attention uses it for
+        self.unclear: dict[int, str] = {}
         pending: list[tuple[Node, Any]] = []
         unread: list[Node] = []  # softmaxes that do not look like an attention's
         for node in graph.order:
@@ -95,8 +88,8 @@ class Attentions:
                 self.core.add(node)
                 pending.append((node, None))
             elif graph.is_softmax(node):
-                products = self._value_products(node)
-                scores = self._scores(node)
+                products = graph.products_after(node)
+                scores = graph.products_before(node)
                 if products and scores:
                     self.core |= {node, *(p for p, _ in products), *scores}
                     pending.append((node, (products, scores)))
@@ -105,7 +98,7 @@ class Attentions:
             elif graph.kind(node) == "LogSoftmax":
                 unread.append(node)
         self.weighing = set(self._weighed_experts(unread))
-        self._refuse_hidden(unread)
+        refuse_unreadable(graph, unread, self.core | self.weighing)
         self._free = self._escaping()
         self._hubs: dict[Node, bool] = {}
         self._asks: dict[Node, int | None] = {}  # product → which of its operands is the query
@@ -116,6 +109,7 @@ class Attentions:
                 self._read_side(side)
                 self.projections |= {contraction.node for contraction in side.contractions}
         for attention in self.found:
+            self._note_unseen_outputs(attention)
             attention.cross = self._is_cross(attention)
             self._read_factors(attention)
             for side in attention.sides.values():
@@ -123,86 +117,13 @@ class Attentions:
                     find_groups(graph, side.edge, side.feature_axis, side.contractions, side.bare)
                 )
 
-    def _refuse_hidden(self, softmaxes: list[Node]) -> None:
-        """Raise an error for an attention in a form that cannot be read."""
-        graph = self.graph
-        for node in graph.order:
-            if graph.is_custom(node) and graph.kind(node) != CHECKPOINT:
-                inputs = graph.activations(node)
-                if inputs == len(SIDES) or (inputs and mixes_vectors(graph, node)):
-                    how = "with three activations" if inputs == len(SIDES) else "to mix vectors"
-                    raise UnknownArchitecture(
-                        f"{self._where(node)} calls {graph.kind(node)} {how}: it may be an "
-                        "attention, but what it does with them is not seen"
-                    )
-            if graph.kind(node) == "Exp" and self._value_products(node):
-                scores = [p for p in self._scores(node) if None not in graph.operands(p)]
-                if scores:
-                    raise UnknownArchitecture(
-                        f"{self._where(node)} multiplies the exponentials of a product of two "
-                        "activations by a third, which is not an attention in a form that can be "
-                        "read: use torch's softmax"
-                    )
-        for node in softmaxes:
-            weighs = bool(self._value_products(node)) or self._weighs_mixed(node)
-            if self._weighs_pairs(node, weighs) and (weighs or graph.meets_others(node)):
-                raise UnknownArchitecture(
-                    f"{self._where(node)} has a softmax over pairs of vectors that is not an "
-                    "attention in a form that can be read (a matrix product of queries and keys, "
-                    "a softmax, and its matrix product with values)"
-                )
-
     def _weighed_experts(self, softmaxes: list[Node]) -> Iterator[Node]:
         """Yield products that weigh vectors of one token by a softmax, such as experts' results."""
         for softmax in softmaxes:
-            for product, operand in self._value_products(softmax):
+            for product, operand in self.graph.products_after(softmax):
                 edge = self.graph.operands(product)[operand]
                 if edge is not None and shape_at(edge)[-2 if operand == 0 else -1] == 1:
                     yield product
-
-    def _weighs_mixed(self, softmax: Node) -> bool:
-        """Return whether a softmax's probabilities are projected before the product with values.
-
-        Talking-heads attention does so, to mix the heads.
-        """
-        graph = self.graph
-
-        def stop(node: Node) -> bool:
-            return not self._passes(node)
-
-        mixed = [
-            n for n, stopped in graph.after([softmax], stop) if stopped and graph.contraction(n)
-        ]
-        return any(graph.is_product(n) for n, stopped in graph.after(mixed, stop) if stopped)
-
-    def _where(self, node: Node) -> str:
-        return self.graph.module(node) or "its forward pass"
-
-    def _weighs_pairs(self, softmax: Node, through: bool) -> bool:
-        """Return whether each score of a softmax is computed from a pair of vectors.
-
-        Args:
-            through: whether to look for the pairs behind a projection of the scores, too.
-        """
-        graph = self.graph
-        start = graph.edge(softmax, 0)
-        starts = [] if start is None else [start]
-
-        def stop(node: Node) -> bool:
-            return graph.is_mixing(node) or graph.contraction(node) is not None
-
-        for _ in range(2 if through else 1):
-            behind: list[GradientEdge] = []
-            for edge in starts:
-                for node, stopped in graph.before(edge, stop):
-                    known = node in self.core or node in self.weighing
-                    if graph.is_of_pairs(node) or (graph.is_product(node) and not known):
-                        return True
-                    contraction = graph.contraction(node) if stopped else None
-                    if contraction is not None and contraction.activation is not None:
-                        behind.append(contraction.activation)
-            starts = behind
-        return False
 
     def _escaping(self) -> dict[Node, bool]:
         """Return node → whether its value reaches an output without passing through `self.core`."""
@@ -217,63 +138,23 @@ class Attentions:
             )
         return free
 
-    def _value_products(self, softmax: Node) -> list[tuple[Node, int]]:
-        """Return the products with a softmax's probabilities, and which operand these are."""
-        graph = self.graph
-        uses, seen = [], set()
-        pending = list(graph.consumers.get(softmax, []))
-        while pending:
-            node, index = pending.pop()
-            if (node, index) in seen:
-                continue
-            seen.add((node, index))
-            if graph.is_product(node):
-                left = graph.operands(node)[0]
-                operand = 0 if left is not None and self._comes_from(left.node, softmax) else 1
-                uses.append((node, operand))
-            elif self._passes(node):
-                pending += graph.consumers.get(node, [])
-        return uses
-
-    def _comes_from(self, node: Node, softmax: Node) -> bool:
-        for passed, _ in self.graph.before(
-            node, lambda n: n is not softmax and not self._passes(n)
-        ):
-            if passed is softmax:
-                return True
-        return False
-
-    def _passes(self, node: Node) -> bool:
-        """Return whether a node only changes the shape, the mask or the scale of one activation."""
-        kind = self.graph.kind(node)
-        if kind in SHAPES:
-            return True
-        return kind in _ONE_SIDED and self.graph.activations(node) <= 1
-
-    def _scores(self, softmax: Node) -> list[Node]:
-        """Return the products that a softmax's scores are made of."""
-        graph = self.graph
-        start = graph.edge(softmax, 0)
-        if start is None:
-            return []
-
-        def stop(node: Node) -> bool:
-            return graph.is_mixing(node) or graph.contraction(node) is not None
-
-        return [n for n, stopped in graph.before(start, stop) if stopped and graph.is_product(n)]
-
     def _fused(self, node: Node) -> list[Attention]:
         sides = {}
         for index, role in enumerate(SIDES):
             edge = self.graph.edge(node, index)
             if edge is not None:
                 sides[role] = Side(role, edge, index, len(shape_at(edge)) - 1)
-            elif role != "value" or self.graph.without_history() - self.graph.reached():
-                raise UnknownArchitecture(
-                    f"{self._where(node)} computes the {role} of an attention without gradients, "
-                    "so it is not clear which weights it comes from"
-                )
+            else:
+                self._refuse_without_history(node, role)
         return [Attention(sides, node, node._sequence_nr(), node)]
+
+    def _refuse_without_history(self, node: Node, role: str) -> None:
+        """Raise an error for a side without a history, unless it is a value made of constants."""
+        if role != "value" or self.graph.without_history() - self.graph.reached():
+            raise UnknownArchitecture(
+                f"{self.graph.where(node)} computes the {role} of an attention without gradients, "
+                "so it is not clear which weights it comes from"
+            )
 
     def _written(
         self, softmax: Node, products: list[tuple[Node, int]], scores: list[Node]
@@ -300,7 +181,7 @@ class Attentions:
                 continue  # these are the scores of an earlier attention, which has been read
             if asks is None:
                 raise UnknownArchitecture(
-                    f"{self._where(softmax)} does not show which side of its attention is the "
+                    f"{graph.where(softmax)} does not show which side of its attention is the "
                     "query: pass a batch with more tokens"
                 )
             sides: dict[str, Side] = {}
@@ -327,7 +208,7 @@ class Attentions:
             whole = listed
         if not whole and hidden:
             raise UnknownArchitecture(
-                f"{self._where(softmax)} computes the queries or the keys of an attention without "
+                f"{graph.where(softmax)} computes the queries or the keys of an attention without "
                 "gradients, so it is not clear which weights they come from"
             )
         if not whole:
@@ -336,10 +217,11 @@ class Attentions:
         for value_product, operand in products:
             edge = graph.operands(value_product)[1 - operand]
             if edge is None:
+                self._refuse_without_history(softmax, "value")
                 continue
             if not sums_along(softmax, value_product):
                 raise UnknownArchitecture(
-                    f"{self._where(softmax)} has a softmax along one axis and sums the values "
+                    f"{graph.where(softmax)} has a softmax along one axis and sums the values "
                     "along another, so it is not clear which side is the query"
                 )
             axis = len(shape_at(edge)) - (1 if operand == 0 else 2)
@@ -348,7 +230,7 @@ class Attentions:
         values = [entry for entry in values if entry[2]] or values
         if len({frozenset(entry[2]) for entry in values}) > 1:
             raise UnknownArchitecture(
-                f"{self._where(softmax)} multiplies the result of one softmax by several values"
+                f"{graph.where(softmax)} multiplies the result of one softmax by several values"
             )
         for value, value_product, _ in values[:1]:
             whole[0].sides["value"], whole[0].result = value, value_product
@@ -407,8 +289,10 @@ class Attentions:
         """Find the projections of a side: the first contractions on the way back to the inputs."""
         graph = self.graph
         made: Node = None  # a product of two activations, outside the attentions
+        matrices = False  # whether matrices of parameters are multiplied entry by entry
         for node, stopped in graph.before(side.edge, self._stops):
             if not stopped:
+                self._note_unseen(node, f"the {side.role} of an attention")
                 continue
             contraction = graph.contraction(node)
             if contraction is not None and contraction.kind != "lookup":
@@ -418,17 +302,66 @@ class Attentions:
                 side.sources.add(node)
             elif graph.weight_only(node):
                 side.bare += graph.uses_below(node)
+                matrices = matrices or (
+                    sum(size > 1 for size in shape_at(GradientEdge(node, 0))) > 1
+                    and any(graph.kind(n) == "Mul" for n, _ in graph.consumers.get(node, []))
+                )
             elif graph.is_product(node) and node not in self.core:
                 made = node
         if made is not None and not side.contractions and self._projections(made):
             how = (
                 "with a matrix that is no parameter, such as a quantised weight in a buffer"
-                if None in graph.operands(made) else "as a product of two computed matrices"
+                if None in graph.operands(made) else self._how_made(made)
             )  # fmt: skip
             raise UnknownArchitecture(
-                f"{self._where(made)} computes the {side.role} of an attention {how}, so it is not "
+                f"{graph.where(made)} computes the {side.role} of an attention {how}, so it is not "
                 "clear which weights it comes from"
             )
+        for use in side.bare if matrices and not side.contractions else ():
+            self.unclear.setdefault(
+                use.parameter,
+                f"is multiplied entry by entry, not as a matrix, for the {side.role} of an "
+                "attention, so it is not clear which of its rows make it",
+            )
+
+    def _how_made(self, made: Node) -> str:
+        """Say how a side is computed, if it is no projection by a parameter."""
+        graph = self.graph
+
+        def stop(node: Node) -> bool:
+            return node is not made and graph.is_mixing(node)
+
+        how = "as a product of two computed matrices"
+        for edge in filter(None, graph.operands(made)):
+            if graph.parameters_alone(edge.node):
+                walk = [graph.module(n) for n, _ in graph.before(edge, stop) if n.next_functions]
+                names = [path for path in walk if ".parametrizations." in path]
+                by = names[0] if names else "a parametrization such as spectral_norm"
+                return f"{how}, of which {by} {'makes' if names else 'may make'} one"
+        return how
+
+    def _note_unseen(self, node: Node, what: str) -> None:
+        """Note the matrices of parameters that a node uses if it is not seen what for."""
+        for parameter in self.graph.unseen(node):
+            if parameter.ndim > 1:
+                function = "a function of TorchScript"
+                if not self.graph.is_scripted(node):
+                    function = f"{self.graph.kind(node)}, a function of autograd,"
+                self.unclear.setdefault(
+                    id(parameter),
+                    f"is used by {function} for {what}, and what that does with it is not seen",
+                )
+
+    def _note_unseen_outputs(self, attention: Attention) -> None:
+        """Note the matrices that project an attention's result in a way that is not seen."""
+        graph = self.graph
+
+        def stop(node: Node) -> bool:
+            return graph.contraction(node) is not None or node in self.core or self.is_hub(node)
+
+        for node, stopped in graph.after([attention.result], stop):
+            if not stopped:
+                self._note_unseen(node, "the result of an attention")
 
     def _is_cross(self, attention: Attention) -> bool:
         """Return whether keys come from another sequence than queries, or the query is learned.
@@ -505,7 +438,7 @@ class Attentions:
                     uses = [use for c in earlier if c is not None for use in c.weights]
                     if any(use.parameter not in known for use in uses):
                         raise UnknownArchitecture(
-                            f"{self._where(node)} multiplies the probabilities of an attention by "
+                            f"{graph.where(node)} multiplies the probabilities of an attention by "
                             "one another before it multiplies the values by them"
                         )
 

@@ -52,6 +52,7 @@ class Finding:
     cross: bool = False  # whether only cross-attention uses it
     bias: bool = False
     attentions: set[int] = field(default_factory=set)  # places of the attentions that use it
+    name: str = ""
 
 
 def read_claims(
@@ -63,6 +64,8 @@ def read_claims(
         names: id of a parameter → its name.
         axes: id of a parameter → the axis that has the rows in its module.
     """
+    for parameter, reason in attentions.unclear.items():
+        raise UnknownArchitecture(f"{names[parameter] or 'a weight'} {reason}")
     claims: dict[int, list[Claim]] = {}
     cross: dict[int, set[bool]] = {}
     where: dict[int, set[int]] = {}
@@ -79,6 +82,7 @@ def read_claims(
     findings = {}
     for parameter, own_claims in claims.items():
         finding = _combined(own_claims, names[parameter], axes[parameter])
+        finding.name = names[parameter]
         finding.cross = cross[parameter] == {True}
         finding.bias = parameter in biases
         finding.attentions = where[parameter]
@@ -184,11 +188,7 @@ def _combined(claims: list[Claim], name: str, default: int) -> Finding:
         for other in names[i + 1 :]:
             both = roles[role] & roles[other]
             if both.any():
-                row = int(both.nonzero()[0])
-                raise Indescribable(
-                    f"{name} is {role} and {other} at once ({int(both.sum())} rows, such as row "
-                    f"{row}), so neither can be frozen alone"
-                )
+                raise two_roles(name, role, other, both)
     finding = Finding(axis, roles)
     for role, rows in roles.items():
         # If claims differ along two axes, such as experts and heads, heads are not distinguished.
@@ -207,6 +207,14 @@ def _combined(claims: list[Claim], name: str, default: int) -> Finding:
         if not partitions:
             finding.head_rows[role, None] = rows
     return finding
+
+
+def two_roles(name: str, role: str, other: str, both: Tensor) -> Indescribable:
+    """Return the error about rows of a parameter that have two roles."""
+    return Indescribable(
+        f"{name} is {role} and {other} at once ({int(both.sum())} rows, such as row "
+        f"{int(both.nonzero()[0])}), so neither can be frozen alone"
+    )
 
 
 def _lie_elsewhere(claims: list[Claim], axis: int) -> bool:

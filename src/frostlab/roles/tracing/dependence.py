@@ -79,14 +79,19 @@ def _touched_outputs(
 ) -> Touched:  # fmt: skip
     """Do the same as `touched`, but faster, from the gradients of the outputs of projections.
 
-    The projections are plain (`is_plain`). Column r of an output is computed from entry r of the
-    bias and from row r of the weight or, in `x @ weight`, from its column r.
+    The projections are matrix products `x @ operand`. Column r of an output is computed from entry
+    r of the bias and from column r of the operand: if the projection is plain (`is_plain`), from
+    row r of the weight or, in `x @ weight`, from its column r. So rows are found even if x is 0.
     """
     rows: dict[int, tuple[Tensor, ...]] = {}
     outputs = [GradientEdge(contraction.node, 0) for contraction in contractions]
     grads = gradients(edge, outputs, seed, blocked)
     for contraction, grad in zip(contractions, grads, strict=True):
         if grad is None or not (mask := grad.ne(0).any(0)).any():
+            continue
+        if not is_plain(graph, contraction):
+            operand = GradientEdge(*contraction.node.next_functions[-1])
+            rows |= touched(operand, contraction.weights, _random_seed(operand) * mask)
             continue
         (weight,) = contraction.weights
         axes = [torch.ones(n, dtype=torch.bool) for n in weight.alias.shape]
@@ -97,14 +102,21 @@ def _touched_outputs(
     return rows
 
 
+def _is_matrix_product(graph: Graph, contraction: Contraction) -> bool:
+    """Return whether a contraction is `x @ operand`, perhaps with a bias."""
+    kind, (parent, _) = graph.kind(contraction.node), contraction.node.next_functions[-1]
+    return kind in ("Mm", "Addmm") and parent is not None and graph.weight_only(parent)
+
+
 def is_plain(graph: Graph, contraction: Contraction) -> bool:
-    """Return whether a contraction is `x @ weight.T` or `x @ weight`, perhaps with a bias."""
-    return (
-        graph.kind(contraction.node) in ("Mm", "Addmm")
-        and len(contraction.weights) == 1
-        and contraction.weights[0].alias.ndim == 2
-        and _weight_kinds(graph, contraction) <= {"AccumulateGrad", "T", "Transpose"}
-    )
+    """Return whether a contraction is `x @ weight.T` or `x @ weight`, perhaps with a bias.
+
+    The weight may be multiplied by a constant, such as a mask of pruned entries.
+    """
+    if graph.kind(contraction.node) not in ("Mm", "Addmm") or len(contraction.weights) != 1:
+        return False
+    kinds = {"AccumulateGrad", "T", "Transpose", "Mul"}
+    return contraction.weights[0].alias.ndim == 2 and _weight_kinds(graph, contraction) <= kinds
 
 
 def _plain_bias(graph: Graph, contraction: Contraction) -> tuple[Use, ...]:
@@ -149,21 +161,24 @@ class _Side:
     ) -> None:
         self.graph, self.edge, self.feature_axis = graph, edge, feature_axis
         self.plain = [c for c in contractions if is_plain(graph, c)]
-        rest = [c for c in contractions if c not in self.plain]
-        self.uses = [u for c in rest for u in (*c.weights, *c.bias)] + list(bare)
+        self.products = [c for c in contractions if _is_matrix_product(graph, c)]
+        self.uses = [u for c in contractions if c not in self.products for u in c.weights]
+        self.uses += [u for c in contractions if c not in self.plain for u in c.bias]
         self.uses += [u for c in self.plain for u in c.bias if u not in _plain_bias(graph, c)]
+        self.uses += bare
         self.lengths = list(shape_at(edge))  # sizes of all axes but the feature axis
         del self.lengths[feature_axis]
         self._known: dict[tuple[int, ...], Touched] = {}
         # A gradient may go through one projection and earlier layers into another projection, e.g.
-        # if the values of the first layer are added to those of later layers.
-        self.blocked = [_activation(c) for c in contractions] if len(contractions) > 1 else []
+        # if the values of the first layer are added to those of later layers; or into the rows of
+        # earlier layers, if one parameter holds the weights of all layers.
+        self.blocked = [activation_operand(c) for c in contractions]
 
     def rows(self, seed: Tensor) -> Touched:
         """Return the rows that the vectors with a non-zero seed depend on."""
         outputs: Touched = {}
-        if self.plain:
-            outputs = _touched_outputs(self.graph, self.edge, self.plain, seed, self.blocked)
+        if self.products:
+            outputs = _touched_outputs(self.graph, self.edge, self.products, seed, self.blocked)
         return outputs | (touched(self.edge, self.uses, seed, self.blocked) if self.uses else {})
 
     def rows_at(self, place: tuple[int, ...]) -> Touched:
@@ -229,7 +244,7 @@ class _Side:
         return {_key(self.rows_at(place)) for place in places}
 
 
-def _activation(contraction: Contraction) -> tuple[Node, list[int]]:
+def activation_operand(contraction: Contraction) -> tuple[Node, list[int]]:
     """Return the node of a contraction, and which of its operands is the activation."""
     edge = contraction.activation
     given = None if edge is None else (edge.node, edge.output_nr)
@@ -253,7 +268,7 @@ def find_groups(
         bare: further parameters that are added or multiplied.
     """
     side = _Side(graph, edge, feature_axis, contractions, bare)
-    whole = side.rows(_random_seed(edge)) if side.uses or side.plain else {}
+    whole = side.rows(_random_seed(edge)) if side.uses or side.products else {}
     if not whole:
         return
     heads: dict[Key, list[tuple[int, ...]]] = {}

@@ -10,12 +10,14 @@ alone. A product is a matrix product of two activations, as in attention.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
@@ -28,7 +30,23 @@ _MATRIX = {"Mm": (0, 1), "Addmm": (1, 2), "Bmm": (0, 1), "Baddbmm": (1, 2), "Mv"
 _LOOP = 3  # fewer joined results than this are not taken for the states of a loop
 _SOFTMAXES = ("Softmax", "SafeSoftmax")
 _DISTANCES = ("Cdist", "EuclideanDist")
+_SCRIPTED = "DifferentiableGraph"  # the node of a function that TorchScript has compiled
+# Functions of single entries whose derivative may vanish, although the result depends on the entry.
+_FLAT = {
+    "Relu", "Hardtanh", "Hardsigmoid", "Hardswish", "Clamp", "ClampMin", "ClampMax", "Threshold",
+    "Round", "Floor", "Ceil", "Trunc", "Sign", "Gelu", "Silu", "Elu", "Softplus", "Sigmoid", "Tanh",
+}  # fmt: skip
 CHECKPOINT = "CheckpointFunction"  # a node that computes layers again in the backward pass
+# Operations that may stand between a softmax and its product with the values, if only one of their
+# inputs is an activation.
+_ONE_SIDED = {"Mul", "Div", "Add", "Sub", "MaskedFill", "Where", "NativeDropout", "Addcmul"}
+SHAPES = {  # operations that move, copy, select or mask entries
+    "View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute", "T", "Expand", "Squeeze",
+    "Unsqueeze", "Slice", "Select", "Split", "SplitWithSizes", "UnsafeSplit", "Unbind", "Cat",
+    "Stack", "Clone", "ToCopy", "Alias", "Repeat", "Index", "IndexSelect", "Gather", "Roll", "Flip",
+    "Unfold", "AsStrided", "ConstantPadNd", "CopySlices", "Copy", "MaskedFill", "Where", "Scatter",
+    "IndexPut", "Tril", "Triu", "SliceScatter",
+}  # fmt: skip
 ContractionKind = Literal["matrix", "convolution", "lookup"]
 
 
@@ -82,6 +100,19 @@ class Graph:
                     pending.append(parent)
         self.order = sorted(self.nodes, key=lambda n: n._sequence_nr())
         self._contractions: dict[Node, Contraction | None] = {}
+        self._straight = [True]  # whether gradients go straight through functions in `_FLAT`
+        for node in self.order:
+            if self.kind(node) in _FLAT:
+                node.register_hook(partial(_straight_through, self._straight))
+
+    @contextmanager
+    def true_gradients(self) -> Iterator[None]:
+        """Meanwhile, let gradients vanish where functions such as a ReLU do not change."""
+        self._straight[0] = False
+        try:
+            yield
+        finally:
+            self._straight[0] = True
 
     def kind(self, node: Node) -> str:
         """Return the operation of a node, such as Mm or Softmax."""
@@ -97,6 +128,17 @@ class Graph:
         variable = getattr(node, "variable", None)
         return None if variable is None else self.trace.uses.get(id(variable))
 
+    def unseen(self, node: Node) -> list[nn.Parameter]:
+        """Return the parameters that a node takes themselves, not by an alias that stands for them.
+
+        Functions of autograd that are written in Python, and functions of TorchScript, do so. What
+        they do with a parameter is not seen.
+        """
+        given = [getattr(parent, "variable", None) for parent, _ in node.next_functions]
+        given += node.saved_tensors if isinstance(node, BackwardCFunction) else []
+        found = {id(p): p for p in given if isinstance(p, nn.Parameter)}
+        return list(found.values())
+
     def is_input(self, node: Node) -> bool:
         """Return whether a leaf of the graph is an input of the model."""
         return id(getattr(node, "variable", None)) in self._inputs
@@ -108,6 +150,10 @@ class Graph:
     def module(self, node: Node) -> str:
         """Return the path of the module that made a node."""
         return self.trace.records[self.call(node)].module
+
+    def where(self, node: Node) -> str:
+        """Return the module that made a node, as the subject of a sentence."""
+        return self.module(node) or "its forward pass"
 
     def weight_only(self, node: Node) -> bool:
         """Return whether a node is computed from parameters alone.
@@ -257,8 +303,7 @@ class Graph:
     def activations_of(self, node: Node) -> list[GradientEdge]:
         """Return the edges to the inputs of a node that are not made of parameters alone.
 
-        A function of autograd that is written in Python takes parameters themselves, not the
-        aliases that stand for them elsewhere (`Use.alias`); edges to these are left out, too.
+        Edges to parameters that a function takes themselves (`unseen`) are left out, too.
         """
         edges = [self.edge(node, index) for index in range(len(node.next_functions))]
         return [
@@ -287,8 +332,12 @@ class Graph:
         )
 
     def is_custom(self, node: Node) -> bool:
-        """Return whether a node is an autograd function that is written in Python."""
-        return isinstance(node, BackwardCFunction)
+        """Return whether a node is a function written in Python, or compiled by TorchScript."""
+        return isinstance(node, BackwardCFunction) or self.is_scripted(node)
+
+    def is_scripted(self, node: Node) -> bool:
+        """Return whether a node is a function that TorchScript has compiled."""
+        return self.kind(node) == _SCRIPTED
 
     def is_product(self, node: Node) -> bool:
         """Return whether a node multiplies two activations as matrices."""
@@ -310,6 +359,47 @@ class Graph:
     def is_mixing(self, node: Node) -> bool:
         """Return whether a node may be a step of an attention, or is a whole fused one."""
         return self.is_softmax(node) or self.is_fused_attention(node) or self.is_product(node)
+
+    def products_after(self, softmax: Node) -> list[tuple[Node, int]]:
+        """Return the products with a softmax's probabilities, and which operand these are."""
+        uses, seen = [], set()
+        pending = list(self.consumers.get(softmax, []))
+        while pending:
+            node, index = pending.pop()
+            if (node, index) in seen:
+                continue
+            seen.add((node, index))
+            if self.is_product(node):
+                left = self.operands(node)[0]
+                operand = 0 if left is not None and self._comes_from(left.node, softmax) else 1
+                uses.append((node, operand))
+            elif self.passes(node):
+                pending += self.consumers.get(node, [])
+        return uses
+
+    def _comes_from(self, node: Node, softmax: Node) -> bool:
+        for passed, _ in self.before(node, lambda n: n is not softmax and not self.passes(n)):
+            if passed is softmax:
+                return True
+        return False
+
+    def passes(self, node: Node) -> bool:
+        """Return whether a node only changes the shape, the mask or the scale of one activation."""
+        kind = self.kind(node)
+        if kind in SHAPES:
+            return True
+        return kind in _ONE_SIDED and self.activations(node) <= 1
+
+    def products_before(self, softmax: Node) -> list[Node]:
+        """Return the products that a softmax's scores are made of."""
+        start = self.edge(softmax, 0)
+        if start is None:
+            return []
+
+        def stop(node: Node) -> bool:
+            return self.is_mixing(node) or self.contraction(node) is not None
+
+        return [n for n, stopped in self.before(start, stop) if stopped and self.is_product(n)]
 
     def is_given(self, edge: GradientEdge) -> bool:
         """Return whether an activation is computed from inputs alone, without a contraction."""
@@ -343,6 +433,18 @@ class Graph:
             return [consumer for consumer, _ in self.consumers.get(node, [])]
 
         return _walk([n for start in starts for n in following(start)], stop, following)
+
+
+def _straight_through(
+    straight: Sequence[bool], given: Sequence[Any], upstream: Sequence[Any]
+) -> tuple[Any, ...] | None:
+    """Let a gradient through a function of single entries, as if its derivative were 1.
+
+    Where the derivative is 0, as for a ReLU that is off, gradients would show no dependence.
+    """
+    if not straight[0] or given[0] is None or given[0].shape != upstream[0].shape:
+        return None
+    return (upstream[0], *given[1:])
 
 
 def _walk(

@@ -7,17 +7,18 @@ Several projections may be rows of one weight, which may also hold an attention'
 parameter is claimed if an attention's query, key or value is computed from it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from frostlab.roles.tracing.attentions import SHAPES, Attentions
-from frostlab.roles.tracing.claims import Finding
-from frostlab.roles.tracing.dependence import touched
+from frostlab.roles.tracing.attentions import Attentions
+from frostlab.roles.tracing.claims import Finding, two_roles
+from frostlab.roles.tracing.dependence import Touched, activation_operand, touched
 from frostlab.roles.tracing.graph import (
+    SHAPES,
     Contraction,
     Graph,
     Node,
@@ -33,6 +34,7 @@ _LINEAR = SHAPES - {"Where"} | {
     "Mul", "Div", "Add", "Sub", "Rsub", "Neg", "NativeDropout", "Sum", "Mean", "AccumulateGrad",
     "Addcmul", "Addcdiv", "NativeBatchNorm", "MkldnnConvolution", "Bernoulli",
 }  # fmt: skip
+_TAKEN = {"output", "up", "gate", "down", "head"}  # roles that no claimed row has as well
 
 
 @dataclass
@@ -52,6 +54,13 @@ class Networks:
     crosses: set[int] = field(default_factory=set)  # in output projections of cross-attention
     matrices: set[int] = field(default_factory=set)  # weights of projections
 
+    def __post_init__(self) -> None:
+        """Give the role `other` to parameters that are used, but it is not seen what for."""
+        seen = self.graph.reached()
+        for parameter in (p for node in self.graph.nodes for p in self.graph.unseen(node)):
+            if id(parameter) not in seen:
+                self.roles[id(parameter)] = {"other": torch.ones(1, dtype=torch.bool)}
+
     def give(
         self,
         contraction: Contraction,
@@ -64,10 +73,8 @@ class Networks:
             rows: id of an alias → the axis of the rows, and which of them get the role.
         """
         for use in (*contraction.weights, *contraction.bias):
-            if use.parameter in self.claimed and rows is not None and id(use.alias) in rows:
-                axis, mask = rows[id(use.alias)]
-                if axis == (self.claimed[use.parameter].axis or 0):
-                    self.beyond.setdefault(use.parameter, {})[role] = mask
+            if use.parameter in self.claimed:
+                self._give_claimed(contraction, use, role, rows)
             if use.parameter in self.claimed or id(use.alias) in self.graph.trace.norms:
                 continue
             if self.recurrent(use.parameter) and role not in ("position", "conv"):
@@ -81,6 +88,29 @@ class Networks:
                 known[role] = mask if role not in known else known[role] | mask
             if use in contraction.bias:
                 self.biases.add(use.parameter)
+
+    def _give_claimed(
+        self,
+        contraction: Contraction,
+        use: Use,
+        role: str,
+        rows: dict[int, tuple[int, Tensor]] | None,
+    ) -> None:
+        """Give a role to rows that no attention claims; raise an error if one claims them, too."""
+        finding = self.claimed[use.parameter]
+        if rows is None:
+            if role not in _TAKEN or contraction.node in self.attentions.projections:
+                return
+            axis = finding.axis or 0
+            used = _rows_of(GradientEdge(contraction.node, 0), [contraction]).get(id(use.alias))
+            rows = {} if used is None else {id(use.alias): (axis, used[axis])}
+        axis, mask = rows.get(id(use.alias), (-1, torch.zeros(1)))
+        if axis != (finding.axis or 0):
+            return
+        for other, claimed in finding.roles.items():
+            if role in _TAKEN and bool((both := claimed & mask).any()):
+                raise two_roles(finding.name, other, role, both)
+        self.beyond.setdefault(use.parameter, {})[role] = mask
 
     def set(self, use: Use, role: str) -> None:
         """Give a role to a parameter, unless it has one, is claimed, or belongs to a norm."""
@@ -152,20 +182,20 @@ class Networks:
             return None
         uses = [u for u in (*contraction.weights, *contraction.bias) if u.parameter in self.claimed]
         axes = {id(use.alias): self.claimed[use.parameter].axis or 0 for use in uses}
-        return {key: (axes[key], masks[axes[key]]) for key, masks in touched(edge, uses).items()}
+        rows = _rows_of(edge, [contraction])
+        return {key: (axis, rows[key][axis]) for key, axis in axes.items() if key in rows}
 
     def _glu(self, node: Node, projections: list[Contraction]) -> None:
         """Find the rows of the two halves that torch's `glu` multiplies: up, then gate."""
         edge = self.graph.edge(node, 0)
         assert edge is not None
-        uses = [use for c in projections for use in (*c.weights, *c.bias)]
         shape = shape_at(edge)
         seed = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         seed = seed.to(device_at(edge), dtype_at(edge))
         axis = saved_axis(node, len(shape))
         first = torch.arange(shape[axis], device=seed.device) < shape[axis] // 2
         first = first.view([-1 if a == axis else 1 for a in range(len(shape))])
-        halves = [touched(edge, uses, seed * half) for half in (first, ~first)]
+        halves = [_rows_of(edge, projections, seed * half) for half in (first, ~first)]
         for contraction in projections:
             self.give(contraction, "up", _apart(halves[0], halves[1]))
             self.give(contraction, "gate", _apart(halves[1], halves[0]))
@@ -206,8 +236,7 @@ class Networks:
                 other_edge, other, _ = sides[1 - index]
                 rows = None
                 if contraction in other:
-                    uses = (*contraction.weights, *contraction.bias)
-                    rows = _apart(*(touched(e, uses) for e in (edge, other_edge)))
+                    rows = _apart(*(_rows_of(e, [contraction]) for e in (edge, other_edge)))
                 self.give(contraction, role, rows)
 
     def activates(self, node: Node) -> bool:
@@ -297,6 +326,17 @@ class Networks:
                     return False
                 weights |= {use.parameter for use in contraction.weights}
         return len(weights) == 1
+
+
+def _rows_of(
+    edge: GradientEdge, contractions: Sequence[Contraction], seed: Tensor | None = None
+) -> Touched:
+    """Return on which rows of these contractions' parameters the value at an edge depends.
+
+    Earlier uses of the same parameters do not count.
+    """
+    uses = [use for c in contractions for use in (*c.weights, *c.bias)]
+    return touched(edge, uses, seed, [activation_operand(c) for c in contractions])
 
 
 def _apart(

@@ -200,10 +200,12 @@ def _check(
                 continue
             expected = bool(units & moved)
             still = 0  # vectors that depend on nothing that was moved, such as those of padding
+            zeros = True  # whether all vectors are zeros, such as those of a head that is pruned
             for vector in group.vectors:
                 index: list[Any] = list(vector)
                 index.insert(side.feature_axis, slice(None))
                 change = float((after[tuple(index)] - before[tuple(index)]).abs().max())
+                zeros = zeros and not bool(before[tuple(index)].any())
                 if (change <= _STILL * largest) == expected and not (
                     expected and change > _MOVED * largest
                 ):
@@ -211,7 +213,9 @@ def _check(
                         still += 1
                         continue
                     raise _contradiction(graph, side, number, expected, names)
-            if still == len(group.vectors) and _units_of(graph, [group.rows], findings) & moved:
+            if zeros or still < len(group.vectors):
+                continue
+            if _units_of(graph, [group.rows], findings) & moved:
                 raise _contradiction(graph, side, number, expected, names)
 
 
@@ -236,12 +240,13 @@ def _depends(
 ) -> bool:
     """Return whether one vector depends on what was moved.
 
-    Keys of padding may depend on no weight. If keys are joined from several tensors, some may come
-    from another projection.
+    Keys of padding may depend on no weight, and neither may those whose entries are all clamped. If
+    keys are joined from several tensors, some may come from another projection.
     """
     made = [*side.contractions, *(factor.contraction for factor in side.factors.values())]
     uses = [use for c in made for use in (*c.weights, *c.bias)] + side.bare
-    rows = touched(side.edge, uses, one_vector(side.edge, side.feature_axis, vector))
+    with graph.true_gradients():
+        rows = touched(side.edge, uses, one_vector(side.edge, side.feature_axis, vector))
     return bool(_units_of(graph, [rows], findings) & moved)
 
 

@@ -165,10 +165,13 @@ class Norms:
     def _may_scale(self, alias: int, values: Sequence[Tensor]) -> bool:
         """Return whether a parameter can scale or shift a norm.
 
-        A single number that is first used in another computation cannot: it is a temperature.
+        A single number that is first used in another computation, or selected from a vector,
+        cannot: it is a temperature, or the weight of a sum.
         """
-        given: Tensor = self._uses[alias].alias
-        return given.numel() > 1 or any(value is given for value in values)
+        return any(
+            id(value) == alias or (alias in self.computed.get(id(value), ()) and value.numel() > 1)
+            for value in values
+        )
 
     def _reduce(self, value: Tensor, key: Key, axes: Sequence[int], result: Tensor) -> None:
         shape = tuple(value.shape)

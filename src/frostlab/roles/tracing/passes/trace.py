@@ -246,7 +246,10 @@ def _multi_head(
     bias_v: Tensor | None, add_zero_attn: bool, dropout_p: float, out_proj_weight: Tensor,
     out_proj_bias: Tensor | None, *args: Any, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Compute what `nn.MultiheadAttention` does, without masks, in steps that can be watched."""
+    """Compute what `nn.MultiheadAttention` does, in steps that can be watched.
+
+    Only masks that are learned are used.
+    """
     separate = in_proj_weight is None or kwargs.get("use_separate_proj_weight", False)
     if not separate and query is key is value:
         projected: Sequence[Tensor] = F.linear(query, in_proj_weight, in_proj_bias).chunk(3, -1)
@@ -272,7 +275,15 @@ def _multi_head(
         shares = (scores / sides[0].shape[-1] ** 0.5).softmax(-1)
         if kwargs.get("average_attn_weights", True):
             shares = shares.mean(-3)
-    mixed = F.scaled_dot_product_attention(*sides).movedim(-2, 0).flatten(-2)
+    mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+    if not (isinstance(mask, nn.Parameter) or (isinstance(mask, Tensor) and mask.requires_grad)):
+        mask = None
+    elif mask.ndim == 3 and sides[0].ndim == 4:
+        mask = mask.unflatten(0, (-1, num_heads))
+    if mask is not None:  # keys that are added above are not masked
+        mask = F.pad(mask, (0, sides[1].shape[-2] - mask.shape[-1]))
+    mixed = F.scaled_dot_product_attention(sides[0], sides[1], sides[2], attn_mask=mask)
+    mixed = mixed.movedim(-2, 0).flatten(-2)
     return F.linear(mixed, out_proj_weight, out_proj_bias), shares
 
 
