@@ -76,8 +76,8 @@ def find_roles(model: nn.Module, slots: Sequence[Slot], batch: Any = None) -> Fo
     return _find(model, slots, batch)
 
 
-def _dimensions(slots: Sequence[Slot]) -> dict[str, int]:
-    return {slot.name: len(slot.shape) for slot in slots}
+def _shapes(slots: Sequence[Slot]) -> dict[str, tuple[int, ...]]:
+    return {slot.name: slot.shape for slot in slots}
 
 
 def _size(model: nn.Module) -> int:
@@ -113,7 +113,7 @@ def _from_copy(small: Small, slots: Sequence[Slot], batch: Any) -> Found:
     _add_noise(small.model)
     found = _find(small.model, slots_of(small.model), batch)
     shapes = {name: tuple(p.shape) for name, p in small.model.named_parameters()}
-    layers = Layers(_dimensions(slots), found.attention_names, {})
+    layers = Layers(_shapes(slots), found.attention_names, {})
     placements: Placements = {}
     for slot in slots:
         if slot.name not in small.names:
@@ -200,7 +200,7 @@ def _roles_in(
         raise UnknownArchitecture("the queries and keys of its attention have no weights")
     passes = verify(model, watched, call, graph, attentions, findings, names)
     pairs = tuple(_attention_names(graph, attentions, findings, names))
-    layers = Layers(_dimensions(slots), pairs, trace.modules)
+    layers = Layers(_shapes(slots), pairs, trace.modules)
     around = Around(
         graph, attentions, findings, lambda key: layers.path(names[key]),
         _recurrent(graph, attentions, layers, names),

@@ -108,14 +108,17 @@ def _agree(
 def _leave_the_last(placements: Placements, slots: Mapping[str, Slot]) -> None:
     """Replace the role `head` with the role of the same weight in other blocks.
 
-    No attention follows the last block, so weights of that block look like a head.
+    No attention follows the last block, so weights of that block look like a head. If the same
+    weight of the other blocks comes before all attentions, the blocks are no layers but, for
+    example, a stem and a head.
     """
     roles: dict[tuple[str, tuple[int, ...]], set[str]] = {}
     for name, (_, place) in placements.items():
         roles.setdefault((_of_any_block(name), slots[name].shape), set()).add(place.role)
     for name, (measured, place) in placements.items():
         in_blocks = roles[_of_any_block(name), slots[name].shape]
-        if place.role == "head" and (others := in_blocks - {"head"}):
+        others = in_blocks - {"head"}
+        if place.role == "head" and others and others != {"embedding"}:
             role = "other" if len(others) > 1 else next(iter(others))
             placements[name] = (measured, replace(place, role=role))
 
