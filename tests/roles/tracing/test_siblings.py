@@ -1,13 +1,11 @@
 """Which modules are layers, and what a weight's role in other layers says about it."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import frostlab as fl
-from blocks import HEADS, IDS, WIDTH, Block, Mix, Model, Network, apart, attend, roles
+from blocks import IDS, WIDTH, Block, Mix, Network, roles
 
 WORDS = 50
 
