@@ -217,7 +217,7 @@ def _roles_in(
     used = {*findings, *around.roles} - _silent(attentions, findings)
     unreached = [s.name for s in slots if not any(id(p.parameter) in used for p in s.pieces)]
     by_name = {slot.name: slot for slot in slots}
-    compare_layers(placements, unreached, by_name, layers)
+    compare_layers(placements, unreached, by_name, layers, model)
     _refuse_without_history(graph, slots, placements)
     return Found(placements, len(attentions.found), passes, tuple(unreached), pairs)
 
