@@ -62,8 +62,8 @@ class Layers:
                     held = any(_parent(other) == prefix for other in layer_paths)
                     if held or any(self._are_alike(path, other) for other in layer_paths):
                         self._paths[path] = None
-        for prefix in {_parent(path) for path in layer_paths}:
-            for path in self._around_layers(prefix, layer_paths, pairs):
+        for template in templates:
+            for path in self._around_layers(template, layer_paths, pairs):
                 del self._paths[path]
         self._stack_names = _stack_names(sorted(templates))
         self._containers = {template: _container(template, templates) for template in templates}
@@ -95,32 +95,45 @@ class Layers:
         return sorted((path for path in self._paths if _parent(path) == prefix), key=_natural)
 
     def _around_layers(
-        self, prefix: str, layer_paths: Iterable[str], pairs: Sequence[Any]
+        self, template: str, layer_paths: Iterable[str], pairs: Sequence[Any]
     ) -> list[str]:
-        """Return the modules of a list that stand around its layers, such as a head at its end.
+        """Return the modules of a stack that stand around its layers, such as a head at its end.
 
-        Such a module stands before the first attention or after the last one, has other parameters
-        than all modules between them, and shares no part with a module that has an attention.
+        Such a module stands before the first attention of its list or after the last one, resembles
+        no module between them, and shares no part with a module that has an attention.
         """
         marks = []  # names of an attention's projections in its layer
         for path in layer_paths:
-            if _parent(path) == prefix:
+            if _template(_parent(path)) == template:
                 own = [[n for n in inputs if n.startswith(f"{path}.")] for inputs, _ in pairs]
                 marks += [{_template(n[len(path) + 1 :]) for n in names} for names in own if names]
-        modules = self._in_list(prefix)
-        attending = [path for path in modules if any(mark <= self._local[path] for mark in marks)]
-        if not attending:
-            return []
-        first, last = modules.index(attending[0]), modules.index(attending[-1])
-        parts = set().union(*(self._ends(path) for path in attending))
-        inside = [self._forms(path) for path in modules[first : last + 1]]
+        attending: list[str] = []
+        inside: list[str] = []
+        around: list[str] = []
+        for prefix in {_parent(path): None for path in layer_paths}:
+            modules = self._in_list(prefix)
+            mixing = [path for path in modules if any(mark <= self._local[path] for mark in marks)]
+            if _template(prefix) == template and mixing:
+                first, last = modules.index(mixing[0]), modules.index(mixing[-1])
+                attending += mixing
+                inside += modules[first : last + 1]
+                around += modules[:first] + modules[last + 1 :]
+        parts = {part for path in attending for part in self._ends(path)}
         return [
             path
-            for path in modules[:first] + modules[last + 1 :]
-            if not any(self._are_alike(path, other) for other in attending)
-            and self._forms(path) not in inside
-            and not self._ends(path) & parts
+            for path in around
+            if not self._ends(path) & parts
+            and not any(self._resembles(path, other) for other in inside)
         ]
+
+    def _resembles(self, path: str, other: str) -> bool:
+        """Return whether two modules have parameters of mostly the same names.
+
+        Modules without inner ones, such as two linear layers, must also have the same shapes.
+        """
+        if any("." in name for name in self._local[path]):
+            return self._are_alike(path, other)
+        return self._forms(path) == self._forms(other)
 
     def _forms(self, path: str) -> set[tuple[str, tuple[int, ...]]]:
         """Return the names and shapes of the parameters of a module."""
