@@ -18,7 +18,7 @@ from torch import nn
 
 from frostlab.roles.tracing.passes.deciding import Deciding
 
-LARGEST = 490_000_000  # most parameters of a copy: just below 2 GB in float32
+LARGEST = 600_000_000  # most parameters of a copy: 2.4 GB in float32
 MOST_LAYERS = 16
 WORDS, FEED_FORWARD, EXPERTS = 128, 72, 4  # largest sizes in a copy
 # names of attributes of configs
