@@ -337,13 +337,12 @@ class Around(Bare):
             stops = graph.contraction(node) is not None or self.attentions.is_hub(node)
             return stops or node in self.attentions.core
 
+        if any(stopped for _, stopped in graph.after([contraction.node], stop)):
+            return False
         others = {use.parameter for use in graph.trace.uses.values()}
         others -= {use.parameter for use in (*contraction.weights, *contraction.bias)}
-        return (
-            not any(self.layer_of(parameter) == layer for parameter in others)
-            and self.follows_attention(contraction)
-            and not any(stopped for _, stopped in graph.after([contraction.node], stop))
-        )
+        alone = not any(self.layer_of(parameter) == layer for parameter in others)
+        return alone and self.follows_attention(contraction)
 
     def _weighs_tokens(self, contraction: Contraction) -> bool:
         """Return whether a projection makes the weights of a sum, as in attention pooling.
