@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 
 import frostlab as fl
-from blocks import IDS, WIDTH, Block, Mix
+from blocks import IDS, WIDTH, Block, Mix, apart, attend
 from cases import slow_unless
 from frostlab.roles.tracing.passes.inputs import candidate_inputs
 from frostlab.roles.tracing.passes.small import LARGEST, Small, small_copy
@@ -130,6 +131,121 @@ class Counting(Numbered):
         return super().forward(x) / float(self.number + 1)
 
 
+class Fourth(Numbered):
+    """Whether the number is divisible decides, also after an addition."""
+
+    def exchanges(self) -> bool:
+        return (self.number + 1) % 4 == 0
+
+
+def in_turn(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return q, k
+
+
+def exchanged(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return k, q
+
+
+class Plan:
+    """A setting that is an object."""
+
+    def __init__(self, exchanged: bool) -> None:
+        self.exchanged = exchanged
+
+
+class Set(Numbered):
+    """Layer 4 exchanges query and key, and a setting of another kind says so."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.set_to(number == 4)
+
+    def set_to(self, exchanged: bool) -> None:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.turned(apart(self.q(x)), apart(self.k(x)))
+        return self.o(attend(q, k, apart(self.v(x))))
+
+    def turned(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return exchanged(q, k) if self.exchanges() else (q, k)
+
+
+class ByTuple(Set):
+    def set_to(self, exchanged: bool) -> None:
+        self.order = (1, 0) if exchanged else (0, 1)
+
+    def turned(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return (q, k)[self.order[0]], (q, k)[self.order[1]]
+
+
+class ByList(Set):
+    def set_to(self, exchanged: bool) -> None:
+        self.flags = [exchanged]
+
+    def exchanges(self) -> bool:
+        return self.flags[0]
+
+
+class ByFunction(Set):
+    def set_to(self, is_exchanged: bool) -> None:
+        self.turned = exchanged if is_exchanged else in_turn  # type: ignore[method-assign]
+
+
+class ByLambda(Set):
+    def set_to(self, exchanged: bool) -> None:
+        self.turned = lambda q, k: (k, q) if exchanged else (q, k)  # type: ignore[method-assign]
+
+
+class ByFloat(Set):
+    def set_to(self, exchanged: bool) -> None:
+        self.sign = -1.0 if exchanged else 1.0
+
+    def exchanges(self) -> bool:
+        return self.sign < 0
+
+
+class ByHiddenFlag(Set):
+    def set_to(self, exchanged: bool) -> None:
+        self._exchanged = exchanged
+
+    def exchanges(self) -> bool:
+        return self._exchanged
+
+
+class ByObject(Set):
+    def set_to(self, exchanged: bool) -> None:
+        self.plan = Plan(exchanged)
+
+    def exchanges(self) -> bool:
+        return self.plan.exchanged
+
+
+class ByBuffer(Set):
+    flag: Tensor
+
+    def set_to(self, exchanged: bool) -> None:
+        self.register_buffer("flag", torch.tensor(float(exchanged)))
+
+    def exchanges(self) -> bool:
+        return bool(self.flag > 0)
+
+
+class ByNothing(Set):
+    """What differs between layers only scales, is used in training only, or is the same."""
+
+    def set_to(self, exchanged: bool) -> None:
+        self.size, self.functions = 1.0 / (self.number + 1), [in_turn, torch.relu]
+        self.drop_rate = 0.1 * self.number
+        self.register_buffer("scale", torch.tensor(1.0))
+
+    def turned(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.drop_rate > 0 and self.training:
+            q = F.dropout(q, self.drop_rate)
+        q *= self.scale
+        return self.functions[0](q * self.size, k)
+
+
 class Config(PretrainedConfig):
     model_type = "numbered"
 
@@ -161,6 +277,16 @@ class OfCounts(OfNumbers):
     kind = Counting
 
 
+def of_kind(chosen: type[Numbered]) -> nn.Module:
+    """Return a model on `meta` whose layers have attentions of this class."""
+
+    class Chosen(OfNumbers):
+        kind = chosen
+
+    with torch.device("meta"):
+        return Chosen(Config())
+
+
 def test_layers_that_differ_by_their_number_are_all_in_the_copy() -> None:
     with torch.device("meta"):
         model, other = OfNumbers(Config()), OfCounts(Config())
@@ -169,6 +295,22 @@ def test_layers_that_differ_by_their_number_are_all_in_the_copy() -> None:
     for exchanging in (model, OfNumbers(Config())):
         with pytest.raises(fl.UnknownArchitecture, match=r"0.mix.q\S+ is query, but \S+3.mix.q"):
             fl.anatomy(exchanging)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Fourth, ByTuple, ByList, ByFunction, ByLambda, ByFloat, ByHiddenFlag, ByObject, ByBuffer],
+)
+def test_a_layer_that_a_setting_makes_different_is_in_the_copy(kind: type[Numbered]) -> None:
+    model = of_kind(kind)
+    with pytest.raises(fl.UnknownArchitecture, match=r"0.mix.q\S+ is query, but \S+[34].mix.q"):
+        fl.anatomy(model)
+
+
+def test_what_decides_nothing_does_not_enlarge_the_copy() -> None:
+    model = of_kind(ByNothing)
+    assert len(made(model).model.layers) == 2  # type: ignore[arg-type]
+    assert fl.anatomy(model).evidence.copied
 
 
 def test_evidence_of_a_copy_is_not_kept_for_a_model_with_values() -> None:

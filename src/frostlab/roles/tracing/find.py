@@ -76,8 +76,8 @@ def find_roles(model: nn.Module, slots: Sequence[Slot], batch: Any = None) -> Fo
     return _find(model, slots, batch)
 
 
-def _dimensions(slots: Sequence[Slot]) -> dict[str, int]:
-    return {slot.name: len(slot.shape) for slot in slots}
+def _shapes(slots: Sequence[Slot]) -> dict[str, tuple[int, ...]]:
+    return {slot.name: slot.shape for slot in slots}
 
 
 def _size(model: nn.Module) -> int:
@@ -113,7 +113,7 @@ def _from_copy(small: Small, slots: Sequence[Slot], batch: Any) -> Found:
     _add_noise(small.model)
     found = _find(small.model, slots_of(small.model), batch)
     shapes = {name: tuple(p.shape) for name, p in small.model.named_parameters()}
-    layers = Layers(_dimensions(slots), found.attention_names, {})
+    layers = Layers(_shapes(slots), found.attention_names, {})
     placements: Placements = {}
     for slot in slots:
         if slot.name not in small.names:
@@ -200,7 +200,7 @@ def _roles_in(
         raise UnknownArchitecture("the queries and keys of its attention have no weights")
     passes = verify(model, watched, call, graph, attentions, findings, names)
     pairs = tuple(_attention_names(graph, attentions, findings, names))
-    layers = Layers(_dimensions(slots), pairs, trace.modules)
+    layers = Layers(_shapes(slots), pairs, trace.modules)
     around = Around(
         graph, attentions, findings, lambda key: layers.path(names[key]),
         _recurrent(graph, attentions, layers, names),
@@ -217,8 +217,8 @@ def _roles_in(
     used = {*findings, *around.roles} - _silent(attentions, findings)
     unreached = [s.name for s in slots if not any(id(p.parameter) in used for p in s.pieces)]
     by_name = {slot.name: slot for slot in slots}
-    compare_layers(placements, unreached, by_name, layers)
-    _refuse_without_history(graph, slots, placements)
+    compare_layers(placements, unreached, by_name, layers, model)
+    _refuse_without_history(graph, slots, placements, layers)
     return Found(placements, len(attentions.found), passes, tuple(unreached), pairs)
 
 
@@ -242,20 +242,26 @@ def _pass_another(unused: Sequence[str]) -> str:
 
 
 def _refuse_without_history(
-    graph: Graph, slots: Sequence[Slot], placements: Mapping[str, tuple[Measured, Place]]
+    graph: Graph,
+    slots: Sequence[Slot],
+    placements: Mapping[str, tuple[Measured, Place]],
+    layers: Layers,
 ) -> None:
     """Raise an error if a projection of an attention is computed without gradients.
 
-    The trace misses such an attention. The role of its projection was copied from another layer,
-    whose attention may differ. If the result of a projection is never used, a copied role is
-    allowed.
+    The trace misses such an attention. The same weight is a projection in another layer, but the
+    attentions may differ. If the result of a projection is never used, its role may be copied.
     """
     hidden = graph.without_history() - graph.reached()
+    roles: dict[tuple[str, tuple[int, ...]], set[str]] = {}
+    for slot in slots:
+        measured, place = placements[slot.name]
+        of_all = roles.setdefault((layers.in_any_layer(slot.name), slot.shape), set())
+        of_all |= {place.role, *(measured.rows or ())}
     for slot in slots:
         own = {id(piece.parameter) for piece in slot.pieces}
-        measured, place = placements[slot.name]
-        roles = {place.role, *(measured.rows or ())}
-        if roles & set(SIDES) and own & hidden:
+        in_layers = roles[layers.in_any_layer(slot.name), slot.shape]
+        if in_layers & set(SIDES) and own & hidden:
             raise UnknownArchitecture(
                 f"{slot.name} is used, but the outputs have no gradient for it, so it is not clear "
                 "which role it has"

@@ -1,7 +1,10 @@
 """The layers and stacks of a model whose attentions are known.
 
-A layer is a module in a list of modules of which some have an attention. A stack is such a list, or
-several lists if their layers are grouped, such as `layers.0.blocks` and `layers.1.blocks` in Swin.
+A layer is a module in a list of modules of which some have an attention. What stands before the
+first attention or after the last is a layer only if it resembles one that is: in
+`nn.Sequential(embedding, block, block, head)`, only the blocks are layers. A stack is such a list,
+or several lists if their layers are grouped, such as `layers.0.blocks` and `layers.1.blocks` in
+Swin.
 
 In a list, the number of a layer is a segment of its own in paths: `layers.0`. If a model names its
 layers `layer_0`, `layer_1` and so on, `layer_` is a stem, and `layer_0` is spelled `layer_.0` here.
@@ -20,29 +23,29 @@ class Layers:
 
     def __init__(
         self,
-        dimensions: Mapping[str, int],
+        shapes: Mapping[str, tuple[int, ...]],
         attentions: Iterable[tuple[Sequence[str], Sequence[str]]],
         runs: Mapping[str, Sequence[int]],
     ) -> None:
         """Find the layers from the names of each attention's projections and output.
 
         Args:
-            dimensions: name of a parameter → its number of axes, for all parameters.
+            shapes: name of a parameter → its shape, for all parameters.
             attentions: the names of query, key and value of each attention, and of its output.
             runs: path of a module → the calls at which it began to run, by their numbers in
                 `trace.Trace.records`.
         """
         pairs = [(list(inputs), list(outputs)) for inputs, outputs in attentions]
-        self._stems = _stems(list(dimensions), [inputs for inputs, _ in pairs])
-        dimensions = {self._spelled(name): axes for name, axes in dimensions.items()}
-        names = list(dimensions)
+        self._stems = _stems(list(shapes), [inputs for inputs, _ in pairs])
+        self._shapes = {self._spelled(name): tuple(shape) for name, shape in shapes.items()}
+        names = list(self._shapes)
         spelled = [[[self._spelled(name) for name in side] for side in pair] for pair in pairs]
         pairs = [(inputs, outputs) for inputs, outputs in spelled]
         runs = {self._spelled(path): calls for path, calls in runs.items()}
         self._local = _local_names(names)
         # beginnings of the names of attentions' parameters
         attending = tuple(f"{path}." for pair in pairs for path in _attention_modules(*pair))
-        rest = [n for n, axes in dimensions.items() if axes > 1 and not n.startswith(attending)]
+        rest = [n for n, s in self._shapes.items() if len(s) > 1 and not n.startswith(attending)]
         self._other_matrices = _local_names(rest)  # matrices outside attentions
         inner = {path for inputs, _ in pairs if (path := self._numbered(inputs))}
         paths = [self._layer_of(inputs, outputs, inner) for inputs, outputs in pairs]
@@ -59,6 +62,9 @@ class Layers:
                     held = any(_parent(other) == prefix for other in layer_paths)
                     if held or any(self._are_alike(path, other) for other in layer_paths):
                         self._paths[path] = None
+        for template in templates:
+            for path in self._around_layers(template, layer_paths, pairs):
+                del self._paths[path]
         self._stack_names = _stack_names(sorted(templates))
         self._containers = {template: _container(template, templates) for template in templates}
         self._indices = self._number(runs)
@@ -73,6 +79,8 @@ class Layers:
             if first is not None:
                 lists.setdefault(".".join(segments[:first]), set()).add(int(segments[first]))
         stacks = {_parent(path) for path in self._paths}
+        for stack in stacks & lists.keys():
+            lists[stack] = {int(path.rpartition(".")[2]) for path in self._in_list(stack)}
         for path in lists.keys() - stacks:
             for stack in stacks & lists.keys():
                 alike = _parent(path) == _parent(stack) and lists[path] == lists[stack]
@@ -81,6 +89,64 @@ class Layers:
                     for number in lists[path]:
                         self._paths[f"{path}.{number}"] = None
                         self._indices[f"{path}.{number}"] = self._indices[f"{stack}.{number}"]
+
+    def _in_list(self, prefix: str) -> list[str]:
+        """Return the layers of a list, in their order."""
+        return sorted((path for path in self._paths if _parent(path) == prefix), key=_natural)
+
+    def _around_layers(
+        self, template: str, layer_paths: Iterable[str], pairs: Sequence[Any]
+    ) -> list[str]:
+        """Return the modules of a stack that stand around its layers, such as a head at its end.
+
+        Such a module stands before the first attention of its list or after the last one, resembles
+        no module between them, and shares no part with a module that has an attention.
+        """
+        marks = []  # names of an attention's projections in its layer
+        for path in layer_paths:
+            if _template(_parent(path)) == template:
+                own = [[n for n in inputs if n.startswith(f"{path}.")] for inputs, _ in pairs]
+                marks += [{_template(n[len(path) + 1 :]) for n in names} for names in own if names]
+        attending: list[str] = []
+        inside: list[str] = []
+        around: list[str] = []
+        for prefix in {_parent(path): None for path in layer_paths}:
+            modules = self._in_list(prefix)
+            mixing = [path for path in modules if any(mark <= self._local[path] for mark in marks)]
+            if _template(prefix) == template and mixing:
+                first, last = modules.index(mixing[0]), modules.index(mixing[-1])
+                attending += mixing
+                inside += modules[first : last + 1]
+                around += modules[:first] + modules[last + 1 :]
+        parts = {part for path in attending for part in self._ends(path)}
+        return [
+            path
+            for path in around
+            if not self._ends(path) & parts
+            and not any(self._resembles(path, other) for other in inside)
+        ]
+
+    def _resembles(self, path: str, other: str) -> bool:
+        """Return whether two modules have parameters of mostly the same names.
+
+        Modules without inner ones, such as two linear layers, must also have the same shapes.
+        """
+        if any("." in name for name in self._local[path]):
+            return self._are_alike(path, other)
+        return self._forms(path) == self._forms(other)
+
+    def _forms(self, path: str) -> set[tuple[str, tuple[int, ...]]]:
+        """Return the names and shapes of the parameters of a module."""
+        below = {n[len(path) + 1 :]: s for n, s in self._shapes.items() if n.startswith(f"{path}.")}
+        return {(_template(name), shape) for name, shape in below.items()}
+
+    def _ends(self, path: str) -> set[tuple[str, tuple[int, ...]]]:
+        """Return shapes and the last two segments of names, for parameters of inner modules."""
+        return {
+            (".".join(name.split(".")[-2:]), shape)
+            for name, shape in self._forms(path)
+            if "." in name
+        }
 
     def _layer_of(self, inputs: Sequence[str], outputs: Sequence[str], inner: set[str]) -> str:
         """Return the path of the layer of one attention; empty if it is in no layer.
@@ -186,7 +252,10 @@ class Layers:
             if not nested and (once or len(paths) > 1):
                 counts = {path: int(path.rpartition(".")[2]) for path in paths}
                 named = any(path.startswith(f"{stem}.") for path in paths for stem in self._stems)
-                first = min(counts.values()) if named else 0  # a list is counted from 0
+                first = min(counts.values())
+                if not named:  # a list is counted from 0, without the modules before its layers
+                    others = [p for p in self._local.keys() - counts if _parent(p) == template]
+                    first = sum(int(path.rpartition(".")[2]) < first for path in others)
                 numbers |= {path: (count - first,) for path, count in counts.items()}
                 continue
             if not all(started.values()):  # some never ran, so number them by name

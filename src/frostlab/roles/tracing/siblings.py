@@ -7,9 +7,13 @@ them: it may use one expert of several, and the last layer is not followed by an
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
+
 from frostlab.roles.parts import ATTENTION_INPUTS, Heads, Place, Rows, Slot
 from frostlab.roles.tracing.claims import Contradiction
 from frostlab.roles.tracing.layers import Layers
+from frostlab.roles.tracing.passes.deciding import Deciding
 
 _OF_EXPERTS = {"up", "gate", "down"}
 
@@ -30,13 +34,17 @@ Placements = dict[str, tuple[Measured, Place]]  # name of a parameter → its ro
 
 
 def compare_layers(
-    placements: Placements, unreached: list[str], slots: Mapping[str, Slot], layers: Layers
+    placements: Placements,
+    unreached: list[str],
+    slots: Mapping[str, Slot],
+    layers: Layers,
+    model: nn.Module,
 ) -> None:
     """Complete `placements` from other layers; raise Contradiction if two layers disagree.
 
     `unreached` lists the parameters without a role. Those that get one are removed.
     """
-    _copy_from_siblings(placements, unreached, slots, layers)
+    _copy_from_siblings(placements, unreached, slots, layers, model)
     _keep_experts(placements, layers)
     _agree(placements, unreached, slots, layers)
     _leave_the_last(placements, slots)
@@ -56,23 +64,41 @@ def _copy_from_siblings(
     unreached: list[str],
     slots: Mapping[str, Slot],
     layers: Layers,
+    model: nn.Module,
 ) -> None:
     """Give parameters that no token reached, such as experts', the roles of siblings.
 
-    A sibling is the same parameter in another layer, or else in another expert.
+    A sibling is the same parameter in another layer, or else in another expert. The modules that
+    hold both must have the same classes and settings.
     """
-    reached: dict[tuple[str, tuple[int, ...]], str] = {}
-    roles: dict[tuple[str, tuple[int, ...]], set[str]] = {}
+    if not unreached:
+        return
+    modules, deciding = dict(model.named_modules(remove_duplicate=False)), Deciding(model)
+    kinds = {
+        path: (type_before_parametrizations(module), *deciding.of(module))
+        for path, module in modules.items()
+    }
+
+    def forms(name: str) -> list[tuple[object, ...]]:
+        """Return what siblings of a parameter in other layers share with it, then experts."""
+        segments, path = name.split(".")[:-1], layers.path(name)
+        held = [kinds.get(".".join(segments[: i + 1])) for i in range(len(segments))]
+        depth = len(path.split(".")) if path else 0  # the layer, then what is in it
+        of_layers = (layers.in_any_layer(name), slots[name].shape, *held[max(depth - 1, 0) :])
+        return [of_layers, (_without_numbers(name), slots[name].shape, *held[depth:])]
+
+    reached: dict[tuple[object, ...], str] = {}
+    roles: dict[tuple[object, ...], set[str]] = {}
     for name, (_, place) in placements.items():
         if name not in unreached:
-            for form in (layers.in_any_layer(name), _without_numbers(name)):
-                reached.setdefault((form, slots[name].shape), name)
-                roles.setdefault((form, slots[name].shape), set()).add(place.role)
+            for form in forms(name):
+                reached.setdefault(form, name)
+                roles.setdefault(form, set()).add(place.role)
     for name in list(unreached):
-        shape, of_any_expert = slots[name].shape, (_without_numbers(name), slots[name].shape)
-        sibling = reached.get((layers.in_any_layer(name), shape))
-        if sibling is None and roles.get(of_any_expert, set()) <= _OF_EXPERTS:
-            sibling = reached.get(of_any_expert)
+        of_layers, of_experts = forms(name)
+        sibling = reached.get(of_layers)
+        if sibling is None and roles.get(of_experts, set()) <= _OF_EXPERTS:
+            sibling = reached.get(of_experts)
         if sibling is None:
             continue
         measured, place = placements[sibling]
@@ -108,14 +134,17 @@ def _agree(
 def _leave_the_last(placements: Placements, slots: Mapping[str, Slot]) -> None:
     """Replace the role `head` with the role of the same weight in other blocks.
 
-    No attention follows the last block, so weights of that block look like a head.
+    No attention follows the last block, so weights of that block look like a head. If the same
+    weight of the other blocks comes before all attentions, the blocks are no layers but, for
+    example, a stem and a head.
     """
     roles: dict[tuple[str, tuple[int, ...]], set[str]] = {}
     for name, (_, place) in placements.items():
         roles.setdefault((_of_any_block(name), slots[name].shape), set()).add(place.role)
     for name, (measured, place) in placements.items():
         in_blocks = roles[_of_any_block(name), slots[name].shape]
-        if place.role == "head" and (others := in_blocks - {"head"}):
+        others = in_blocks - {"head"}
+        if place.role == "head" and others and others != {"embedding"}:
             role = "other" if len(others) > 1 else next(iter(others))
             placements[name] = (measured, replace(place, role=role))
 

@@ -16,17 +16,15 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from frostlab.roles.tracing.attentions import SHAPES, Attention
+from frostlab.roles.tracing.bare import Bare
 from frostlab.roles.tracing.claims import meets
 from frostlab.roles.tracing.dependence import gradients, is_plain, one_vector, output_axis
 from frostlab.roles.tracing.graph import (
     Contraction,
     Node,
-    counts_up,
     saved_axis,
     shape_at,
 )
-from frostlab.roles.tracing.networks import Networks
-from frostlab.roles.tracing.passes.trace import Use
 
 # Operations after the projection of a router: they choose experts, make a weight for each expert,
 # or select some of these weights.
@@ -36,7 +34,7 @@ _PARTS = {"Select", "Unbind", "Split", "SplitWithSizes", "Slice", "Index"}
 
 
 @dataclass
-class Around(Networks):
+class Around(Bare):
     """Finds the roles of all parameters that no attention claims as query, key or value."""
 
     pooling: set[Node] = field(default_factory=set)  # projections that weigh tokens
@@ -75,7 +73,7 @@ class Around(Networks):
         for parameter in {graph.trace.uses[alias].parameter for alias in graph.trace.norms}:
             if parameter not in self.claimed:
                 self.roles[parameter] = {"norm": torch.ones(1, dtype=torch.bool)}
-        self._bare()
+        self.find_bare()
 
     def _positions(self) -> None:
         """Give roles to what shifts or scales scores, and to projections of positions."""
@@ -270,7 +268,11 @@ class Around(Networks):
         """Give a contraction without a role the role of its place in the model."""
         graph = self.graph
         uses = [u for u in contraction.weights if u.parameter not in self.claimed]
-        if not uses or all(self.roles.get(u.parameter) for u in uses):
+        if not uses:
+            return
+        if all(self.roles.get(use.parameter) for use in uses):
+            for use in contraction.bias:  # the weight may be shared, as that of a tied decoder
+                self.set_bias(use, contraction)
             return
         inside = bool(self.layer_of(uses[0].parameter))
         if contraction.kind == "lookup":
@@ -285,19 +287,62 @@ class Around(Networks):
         elif contraction.kind == "convolution" and contraction.is_of_constants:
             self.give(contraction, "position")
         elif inside:
-            self.give(contraction, "router" if self._chooses(contraction) else "other")
-        elif not self._reaches_attention(contraction.node):
+            self.give(contraction, self._role_inside(contraction))
+        elif not self.reaches_attention(contraction.node):
             if self._weighs_tokens(contraction):
                 self.pooling.add(contraction.node)
                 self.give(contraction, "other")
-            elif not self._follows_attention(contraction):  # such as the time in a diffusion model
+            elif not self.follows_attention(contraction):  # such as the time in a diffusion model
                 self.give(contraction, "other")
             else:
                 self.give(contraction, "gate" if self._only_scales(contraction) else "head")
-        elif not self._follows_attention(contraction):
+        elif not self.follows_attention(contraction):
             self.give(contraction, "other" if self._only_scales(contraction) else "embedding")
         else:
             self.give(contraction, "other")
+
+    def _role_inside(self, contraction: Contraction) -> str:
+        """Return the role of a projection in a layer that is in no attention and no network."""
+        if self._chooses(contraction):
+            return "router"
+        if self._ends_network(contraction):
+            return "down"
+        return "head" if self._is_exit(contraction) else "other"
+
+    def _ends_network(self, contraction: Contraction) -> bool:
+        """Return whether an activation function and a larger convolution come before a 1 × 1 one.
+
+        FastSpeech has such feed-forward networks.
+        """
+        if contraction.kind != "convolution" or contraction.activation is None:
+            return False
+        earlier, between = self.before(contraction.activation)
+        layer = self.layer_of(contraction.weights[0].parameter)
+        return any(map(self.activates, between)) and all(
+            c is not None
+            and c.kind == "convolution"
+            and not c.is_projection
+            and self.layer_of(c.weights[0].parameter) == layer
+            for c in earlier
+        )
+
+    def _is_exit(self, contraction: Contraction) -> bool:
+        """Return whether a projection makes an output, and its layer has nothing else.
+
+        This is so for heads in a list that is as long as that of the layers.
+        """
+        graph, layer = self.graph, self.layer_of(contraction.weights[0].parameter)
+
+        def stop(node: Node) -> bool:
+            stops = graph.contraction(node) is not None or self.attentions.is_hub(node)
+            return stops or node in self.attentions.core
+
+        if any(stopped for _, stopped in graph.after([contraction.node], stop)):
+            return False
+        others = {use.parameter for use in graph.trace.uses.values()}
+        others -= {use.parameter for use in (*contraction.weights, *contraction.bias)}
+        alone = not any(self.layer_of(parameter) == layer for parameter in others)
+        return alone and self.follows_attention(contraction)
 
     def _weighs_tokens(self, contraction: Contraction) -> bool:
         """Return whether a projection makes the weights of a sum, as in attention pooling.
@@ -412,7 +457,7 @@ class Around(Networks):
             next_ones = [graph.contraction(node) for node, stopped in after if stopped]
             convolved = any(c is not None and self._is_outer(c) for c in next_ones)
             return "conv" if convolved or not next_ones else "embedding"
-        if self._follows_attention(contraction):
+        if self.follows_attention(contraction):
             return "conv"
         source: Node = activation.node
         while len(source.next_functions) == 1 and graph.contraction(source) is None:
@@ -464,87 +509,3 @@ class Around(Networks):
 
         edges = [edge for edge in graph.operands(product) if edge is not None]
         return any(graph.is_product(n) for edge in edges for n, _ in graph.before(edge, stop))
-
-    def _reaches_attention(self, node: Node) -> bool:
-        core = self.attentions.core
-        return any(later in core for later, _ in self.graph.after([node], lambda n: n in core))
-
-    def _follows_attention(self, contraction: Contraction) -> bool:
-        if contraction.activation is None:
-            return False
-        core = self.attentions.core
-        walk = self.graph.before(contraction.activation, lambda n: n in core)
-        return any(node in core for node, _ in walk)
-
-    def _bare(self) -> None:
-        """Give a role to parameters that are only added, multiplied or concatenated."""
-        graph = self.graph
-        for leaf in graph.order:
-            use = graph.use(leaf)
-            if use is None or use.parameter in self.claimed or use.parameter in self.roles:
-                continue
-            meeting = next(
-                (n for n, stop in graph.after([leaf], lambda n: not graph.weight_only(n)) if stop),
-                None,
-            )
-            role = "other" if meeting is None else self._bare_role(use, meeting)
-            self.set(use, role)
-        for use in graph.trace.uses.values():  # of lookups without a history, e.g. fixed positions
-            if graph.trace.records[use.call].name == "embedding":
-                self.set(
-                    use, "position" if counts_up(graph.trace.records[use.call]) else "embedding"
-                )
-
-    def _bare_role(self, use: Use, meeting: Node) -> str:
-        kind = self.graph.kind(meeting)
-        if use.alias.numel() == 1 and kind not in ("Add", "Sub"):
-            return "other"
-        if self.layer_of(use.parameter):
-            if kind in ("Add", "Sub") and use.alias.ndim == 1:
-                return self._role_before(use, meeting)
-            into_attention = kind == "Add" and not self.attentions.escapes(meeting)
-            return "position" if into_attention else "other"
-        if kind in ("Cat", "Where", "Stack", "IndexPut", "CopySlices", "MaskedFill"):
-            return "embedding"
-        if not self._reaches_attention(meeting):
-            if kind in ("Add", "Sub") and use.alias.ndim == 1:
-                return self._role_before(use, meeting)
-            return "other"
-        if kind == "Add" and self._tokens_of(meeting) > 1:
-            return "position"
-        if kind == "Add" and use.alias.ndim == 1:
-            return self._role_before(use, meeting)
-        if kind == "Add":
-            return "embedding"
-        return "embedding" if kind == "Mul" and not self._follows(meeting) else "other"
-
-    def _tokens_of(self, meeting: Node) -> int:
-        """Return the number of vectors (rows) of the parameters that this node adds."""
-        counts = [
-            math.prod(shape_at(edge)[:-1])
-            for index in range(len(meeting.next_functions))
-            if (edge := self.graph.edge(meeting, index)) and self.graph.weight_only(edge.node)
-        ]
-        return max(counts, default=1)
-
-    def _follows(self, node: Node) -> bool:
-        core = self.attentions.core
-        return any(n in core for n, _ in self.graph.before(node, lambda n: n in core))
-
-    def _role_before(self, use: Use, meeting: Node) -> str:
-        """Return the role of the projection whose bias a parameter is; else `other`."""
-        for parent, number in meeting.next_functions:
-            if parent is None or self.graph.weight_only(parent):
-                continue
-            nearest, between = self.before(GradientEdge(parent, number))
-            if (
-                len(nearest) == 1
-                and nearest[0] is not None
-                and not any(map(self.activates, between))
-            ):
-                weight = nearest[0].weights[0]
-                known = self.roles.get(weight.parameter, {})
-                if len(known) == 1 and use.alias.shape[0] in weight.alias.shape:
-                    self.biases.add(use.parameter)
-                    return next(iter(known))
-        return "other"

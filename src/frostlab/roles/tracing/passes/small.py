@@ -6,11 +6,8 @@ shape it has in the original, and `Small.names` says which parameter of the copy
 of the original.
 """
 
-import ast
 import copy
-import inspect
 import re
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-LARGEST = 490_000_000  # most parameters of a copy: just below 2 GB in float32
+from frostlab.roles.tracing.passes.deciding import Deciding
+
+LARGEST = 600_000_000  # most parameters of a copy: 2.4 GB in float32
 MOST_LAYERS = 16
 WORDS, FEED_FORWARD, EXPERTS = 128, 72, 4  # largest sizes in a copy
 # names of attributes of configs
@@ -39,7 +38,6 @@ GROUPS = re.compile(r"n_group|topk_group|num_expert_group")
 FIRST_DENSE = re.compile(r"first_k_dense_replace|num_dense_layers|moe_layer_start_index")
 OFFSETS = re.compile(r"(attn|expert)_layer_offset")
 TOKEN = re.compile(r"(\w+_)?token_(id|index|ids)")
-_ARITHMETIC = ast.Add | ast.Sub | ast.Mult | ast.Div | ast.Pow
 INDICES = re.compile(r"\w*(indexes|indices|layer_ids?|attn_idx|layer_index)|vision_feature_layers?")
 
 
@@ -221,8 +219,8 @@ def _cut_lists(config: Any, before: int, after: int) -> None:
 def _stand_ins(model: nn.Module, small: nn.Module) -> dict[str, str] | None:
     """Return original parameter → its stand-in, or None if a parameter or module has none."""
     scales = _scales(model.config, small.config)
-    numbers = _deciding_numbers(model)
-    big_index, small_index = _Index(model, numbers), _Index(small, numbers)
+    deciding = Deciding(model)
+    big_index, small_index = _Index(model, deciding), _Index(small, deciding)
     chosen: dict[str, str] = {"": ""}
     for name in big_index.order:
         if not name:
@@ -262,9 +260,9 @@ def _stand_ins(model: nn.Module, small: nn.Module) -> dict[str, str] | None:
 class _Index:
     """The modules of a model by name, and what each one holds, whatever its sizes are."""
 
-    def __init__(self, model: nn.Module, numbers: dict[type, set[str]]) -> None:
+    def __init__(self, model: nn.Module, deciding: Deciding) -> None:
         self.order: list[str] = []
-        self.numbers = numbers
+        self.deciding = deciding
         self.classes: dict[str, str] = {}
         self.numbered: dict[str, list[str]] = defaultdict(list)
         self.modules = dict(model.named_modules(remove_duplicate=False))
@@ -277,101 +275,18 @@ class _Index:
         self.kinds: dict[str, str] = {}
 
     def kind(self, name: str) -> str:
-        """Return what a layer is made of: classes, parameter names, flags and string settings.
-
-        A number that differs from layer to layer counts if it may decide what a layer does.
-        """
+        """Return what a layer is made of: classes, parameter names and settings."""
         if name not in self.kinds:
             part = self.modules[name]
             pieces = []
             for inner, module in part.named_modules(remove_duplicate=False):
                 if re.search(r"(^|\.)\d*[1-9]\d*(\.|$)", inner):
                     continue  # numbered parts after the first: experts, stacked blocks
-                switches = sorted(
-                    f"{key}={value}"
-                    for key, value in vars(module).items()
-                    if (isinstance(value, (bool, str)) and not key.startswith("_"))
-                    or key in self.numbers.get(type(module), ())
-                )
                 held = sorted(key for key, item in module._parameters.items() if item is not None)
-                pieces.append(f"{inner}:{type(module).__qualname__}:{held}:{switches}")
+                chosen = self.deciding.of(module, name.rpartition(".")[2])
+                pieces.append(f"{inner}:{type(module).__qualname__}:{held}:{chosen}")
             self.kinds[name] = "\n".join(pieces)
         return self.kinds[name]
-
-
-def _deciding_numbers(model: nn.Module) -> dict[type, set[str]]:
-    """Return class → names of integers that may make layers of equal shapes do different things.
-
-    For example, a layer's index is included if the code asks whether the index is even, but not if
-    the index only chooses an entry of a cache.
-    """
-    values: dict[tuple[str, type, str, str], set[int]] = defaultdict(set)
-    for path, layer in model.named_modules(remove_duplicate=False):
-        parent, _, last = path.rpartition(".")
-        if last.isdigit():
-            shapes = str([tuple(parameter.shape) for parameter in layer.parameters()])
-            for inner, module in layer.named_modules(remove_duplicate=False):
-                if not type(module).__module__.startswith("torch."):
-                    for name, value in vars(module).items():
-                        if type(value) is int:
-                            values[parent + shapes, type(module), inner, name].add(value)
-    deciding: dict[type, set[str]] = defaultdict(set)
-    for kind, name in {(kind, name) for (_, kind, _, name), v in values.items() if len(v) > 1}:
-        if any(_decides(function, name) for function in _methods(kind)):
-            deciding[kind].add(name)
-    return deciding
-
-
-def _methods(kind: type) -> Iterator[Any]:
-    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        for name, value in vars(base).items():
-            function = inspect.unwrap(value) if callable(value) else None
-            if inspect.isfunction(function) and name != "__init__":
-                yield function
-
-
-def _decides(function: Any, name: str) -> bool:
-    """Return whether what a method does may depend on an attribute of this name."""
-    try:
-        lines = inspect.getsource(function)
-        tree = ast.parse(textwrap.dedent(lines)) if name in lines else ast.Module([], [])
-    except (OSError, SyntaxError):  # its code cannot be read
-        return True
-    own = {"config", *function.__code__.co_varnames[:1]}  # a method's first argument: the module
-    asked = {  # what is compared or divided with a remainder, such as `(index + 1) % 4 == 0`
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Compare)
-        or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod | ast.FloorDiv))
-        for inner in ast.walk(node)
-    }
-    harmless: set[int] = set()  # entries of caches, comparisons with None, and arithmetic
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if not own & _names_of(node.func):
-                harmless |= {id(value) for value in node.args}
-                harmless |= {id(keyword.value) for keyword in node.keywords}
-        elif isinstance(node, ast.Subscript) and not own & _names_of(node.value):
-            harmless.add(id(node.slice))
-        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot):
-            harmless.add(id(node.left))
-        elif (
-            isinstance(node, ast.BinOp)
-            and id(node) not in asked
-            and isinstance(node.op, _ARITHMETIC)
-        ):
-            harmless |= {id(node.left), id(node.right)}
-    return any(
-        isinstance(node, ast.Attribute) and node.attr == name and id(node) not in harmless
-        for node in ast.walk(tree)
-    )
-
-
-def _names_of(expression: ast.AST) -> set[str]:
-    """Return the names of variables and attributes in an expression."""
-    nodes = list(ast.walk(expression))
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    return names | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
 def _scales(config: Any, small: Any) -> set[tuple[int, int]]:
