@@ -10,8 +10,6 @@ checks them: this is the evidence (`roles/tracing`). A parameter without a role 
 anatomy is never partial.
 """
 
-import hashlib
-import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,6 +24,7 @@ from torch.nn.parameter import is_lazy
 
 import frostlab.roles.architectures  # noqa: F401  (registers them)
 from frostlab.errors import BadInput, FrostlabError, UnknownArchitecture, first_line
+from frostlab.roles.copies import shared_copy
 from frostlab.roles.description import (
     Description,
     Entry,
@@ -35,6 +34,7 @@ from frostlab.roles.description import (
     find_description,
     role_of,
 )
+from frostlab.roles.fingerprint import code_digest, digest, state_digest
 from frostlab.roles.parts import (
     ATTENTION_INPUTS,
     Heads,
@@ -55,7 +55,7 @@ from frostlab.roles.tracing.claims import Indescribable
 from frostlab.roles.tracing.find import Found, as_call, find_roles
 from frostlab.roles.tracing.passes.facts import Call
 from frostlab.roles.tracing.siblings import Measured
-from frostlab.roles.undisturbed import shared_copy, undisturbed
+from frostlab.roles.undisturbed import undisturbed
 
 _BIASES = ("bias", "in_proj_bias")
 _MOST_PATHS = 8  # largest number of paths that an error message lists
@@ -99,8 +99,7 @@ def survey(model: nn.Module, batch: Any = None) -> tuple[Anatomy, dict[str, Slot
     slots = {slot.name: slot for slot in slots_of(model)}
     if not slots:
         raise UnknownArchitecture(f"{type(model).__name__} has no parameters")
-    unwrapped_slots = [s for s in slots.values() if s.adapts is None and s.replaced is None]
-    placements, evidence = _placed(model, unwrapped_slots, batch)
+    placements, evidence = _placed(model, _probed(slots.values()), batch)
     for name, (entry, _, _) in placements.items():
         if isinstance(entry, Measured) and entry.axis not in (None, slots[name].axis):
             slots[name] = _turned(slots[name], entry.axis)
@@ -112,6 +111,7 @@ def survey(model: nn.Module, batch: Any = None) -> tuple[Anatomy, dict[str, Slot
         # the role `head` last: a tensor that is both embedding and head counts as an embedding
         placed.sort(key=lambda item: isinstance(item[1], str) and item[1] == "head")
         name, entry, place, heads = placed[0]
+        _refuse_mixed_tie(placed)
         if len(placed) > 1:
             place = replace(place, layers=_all_layers(place, [p for _, _, p, _ in placed]))
         ties = tuple(Tie(tied, tied_place) for tied, _, tied_place, _ in placed[1:])
@@ -123,6 +123,20 @@ def survey(model: nn.Module, batch: Any = None) -> tuple[Anatomy, dict[str, Slot
     if evidence.method == "table":
         _check_attention(parts, type(model).__name__)
     return Anatomy(type(model).__name__, tuple(parts), evidence), slots
+
+
+def _refuse_mixed_tie(placed: Sequence[tuple[str, Entry | Measured, Place, Heads | None]]) -> None:
+    """Raise an error if one tensor is, for example, the query and the key of attentions."""
+    sides = {
+        place.role: name
+        for name, entry, place, _ in placed
+        if isinstance(entry, str) and place.role in ATTENTION_INPUTS
+    }
+    if len(sides) > 1:
+        roles, names = " and ".join(sides), " and ".join(sides.values())
+        raise UnknownArchitecture(
+            f"{names} are one tensor, which is {roles} at once, so neither can be frozen alone"
+        )
 
 
 def _refuse_lazy(model: nn.Module) -> None:
@@ -164,34 +178,23 @@ _FOUND_BY_CONFIG: dict[str, Found] = {}
 _KEPT_CONFIGS = 256  # in `_FOUND_BY_CONFIG`
 _BATCHES: dict[str, Call] = {}  # digest of a model's shapes and code → its last batch
 _KEPT_BATCHES = 8
-# A number for each class and forward function: a class that is defined again gets a new one.
-_NUMBERS: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
-_next_number = itertools.count()
-# Modules of these packages do not count as the model's code: surgery and PEFT put them in and out.
-_LIBRARIES = ("torch.", "peft.", "frostlab.surgery.")
 
 
 def _found(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
     """Return the evidence for a model.
 
-    It is kept for this model, and for models with the same code, config and other settings. A batch
-    is kept, too: other models with the same code and shapes are read on it.
+    It is kept for this model as long as its code, settings and ties stay the same, and for models
+    with the same config. A batch is kept, too: other models with the same code and shapes are read
+    on it.
     """
-    modules = [m for m in model.modules() if not type(m).__module__.startswith(_LIBRARIES)]
-    shapes = sorted((slot.name, slot.shape) for slot in slots)
-    empty = any(parameter.is_meta for parameter in model.parameters())  # then a copy is read
-    key = _digest(shapes, empty, [(_number(_code_of(m)), _number(m.forward)) for m in modules])
+    key, state = code_digest(model, slots), state_digest(model, slots)
     kept = _FOUND.get(model)
-    if batch is None and kept is not None and kept[0] == key:
+    if batch is None and kept is not None and kept[0] == state:
         return kept[1]
     if batch is None and key in _BATCHES:
         with suppress(BadInput):  # this model may need another batch
             return _found(model, slots, _BATCHES[key])
-    config: Any = getattr(model, "config", None)
-    shared = None
-    if batch is None and hasattr(config, "to_dict"):
-        values = json.dumps(config.to_dict(), sort_keys=True, default=repr)
-        shared = _digest(key, values, [_settings_of(module) for module in modules])
+    shared = _with_config(model, state) if batch is None else None
     found = None if shared is None else _FOUND_BY_CONFIG.get(shared)
     if found is None:
         try:
@@ -201,18 +204,33 @@ def _found(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
         except Exception as error:  # a model's own code can fail in many ways
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise UnknownArchitecture(f"its forward pass cannot be followed ({reason})") from error
-    _FOUND[model] = (key, found)
+    state = state_digest(model, slots)  # the pass may have changed a setting of a class
+    _FOUND[model] = (state, found)
     if batch is not None:
-        _keep(_BATCHES, key, as_call(batch), _KEPT_BATCHES)
+        _keep(_BATCHES, key, as_call(batch).copied(), _KEPT_BATCHES)
     elif shared is not None:
-        _keep(_FOUND_BY_CONFIG, shared, found, _KEPT_CONFIGS)
+        _keep(_FOUND_BY_CONFIG, _with_config(model, state) or shared, found, _KEPT_CONFIGS)
     return found
 
 
-def _code_of(module: nn.Module) -> type:
-    """Return a module's class; if frostlab has split the module, the class that it had before."""
-    kind = type(module)
-    return kind.__bases__[1] if hasattr(module, "_frostlab_frozen") else kind
+def keep_evidence(model: nn.Module) -> None:
+    """Keep the evidence for a model in which surgery has just split or joined parameters."""
+    model = unwrapped(model)
+    if model in _FOUND:
+        _FOUND[model] = (state_digest(model, _probed(slots_of(model))), _FOUND[model][1])
+
+
+def _probed(slots: Iterable[Slot]) -> list[Slot]:
+    """Return the slots of the model without its adapters."""
+    return [slot for slot in slots if slot.adapts is None and slot.replaced is None]
+
+
+def _with_config(model: nn.Module, state: str) -> str | None:
+    """Return a digest that models of one config share, or None if the model has no config."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return None
+    return digest(state, json.dumps(config.to_dict(), sort_keys=True, default=repr))
 
 
 def _keep(cache: dict[str, Any], key: str, value: Any, most: int) -> None:
@@ -221,29 +239,6 @@ def _keep(cache: dict[str, Any], key: str, value: Any, most: int) -> None:
     if len(cache) >= most:
         del cache[next(iter(cache))]
     cache[key] = value
-
-
-def _digest(*facts: Any) -> str:
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
-def _number(code: Any) -> int:
-    """Return the number of a class or function; another one of the same name has another number."""
-    function = getattr(code, "__func__", code)
-    try:
-        return _NUMBERS.setdefault(function, next(_next_number))
-    except TypeError:  # compiled code, to which there are no weak references
-        return id(function)
-
-
-def _settings_of(module: nn.Module) -> dict[str, Any]:
-    """Return the plain values that a module keeps, such as its number of heads."""
-    kinds = (bool, int, float, str, type(None))
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, kinds) and name != "training"
-    }
 
 
 def _find(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
