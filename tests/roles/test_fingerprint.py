@@ -182,9 +182,7 @@ def test_a_query_of_a_table_that_is_also_the_key_is_refused() -> None:
     model, _ = build("bert")
     attention = model.get_submodule("encoder.layer.1.attention.self")
     attention.key.weight = attention.query.weight
-    with pytest.raises(
-        fl.UnknownArchitecture, match=r"query.weight and .*at once"
-    ):
+    with pytest.raises(fl.UnknownArchitecture, match=r"query.weight and .*at once"):
         fl.anatomy(model)
 
 

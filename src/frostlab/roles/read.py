@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 import frostlab.roles.architectures  # noqa: F401  (registers them)
 from frostlab.errors import BadInput, FrostlabError, UnknownArchitecture, first_line
@@ -50,6 +49,7 @@ from frostlab.roles.parts import (
     Tie,
 )
 from frostlab.roles.peft_names import ParameterName, PeftNames, is_adapted
+from frostlab.roles.refusals import computed_weight, how_to_register, refuse_complex, refuse_lazy
 from frostlab.roles.snapshot import Anatomy, Evidence
 from frostlab.roles.tracing.claims import Indescribable
 from frostlab.roles.tracing.find import Found, as_call, find_roles
@@ -58,7 +58,6 @@ from frostlab.roles.tracing.siblings import Measured
 from frostlab.roles.undisturbed import undisturbed
 
 _BIASES = ("bias", "in_proj_bias")
-_MOST_PATHS = 8  # largest number of paths that an error message lists
 
 # A slot's entry in the table (or what the evidence says), its place, and the attention's heads if
 # it is a query, key or value.
@@ -95,7 +94,7 @@ def survey(model: nn.Module, batch: Any = None) -> tuple[Anatomy, dict[str, Slot
     if not isinstance(model, nn.Module):
         raise BadInput(f"{model!r} is not a model; build the model first, and pass that")
     model = unwrapped(model)
-    _refuse_lazy(model)
+    refuse_lazy(model)
     slots = {slot.name: slot for slot in slots_of(model)}
     if not slots:
         raise UnknownArchitecture(f"{type(model).__name__} has no parameters")
@@ -139,16 +138,6 @@ def _refuse_mixed_tie(placed: Sequence[tuple[str, Entry | Measured, Place, Heads
         )
 
 
-def _refuse_lazy(model: nn.Module) -> None:
-    """Raise an error if a weight has no shape yet, as in `nn.LazyLinear` before its first batch."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(tensor):
-            raise BadInput(
-                f"{type(model).__name__}: {name} has no shape yet, because it is in a lazy module; "
-                "run the model on one batch first"
-            )
-
-
 def _placed(
     model: nn.Module, slots: Sequence[Slot], batch: Any
 ) -> tuple[dict[str, Placement], Evidence]:
@@ -161,10 +150,10 @@ def _placed(
             instead = f"; {error}"
     try:
         found = _found(model, slots, batch)
-    except Indescribable as error:
-        raise UnknownArchitecture(f"{type(model).__name__}: {error}") from None
     except UnknownArchitecture as error:
-        raise UnknownArchitecture(f"{type(model).__name__}: {error}{instead}") from None
+        instead = "" if isinstance(error, Indescribable) else instead
+        why = f"{error}{computed_weight(model, str(error))}"
+        raise UnknownArchitecture(f"{type(model).__name__}: {why}{instead}") from None
     placements: dict[str, Placement] = {
         name: (measured, place, measured.heads.get(place.role))
         for name, (measured, place) in found.placements.items()
@@ -243,6 +232,7 @@ def _keep(cache: dict[str, Any], key: str, value: Any, most: int) -> None:
 
 def _find(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
     """Find the evidence; if the model has split projections or adapters, run it without them."""
+    refuse_complex(model)
     original = model
     if any(isinstance(module, Split) or is_adapted(module) for module in model.modules()):
         model = _unmodified(model)
@@ -372,7 +362,7 @@ def _place_slots(model: nn.Module, slots: Sequence[Slot]) -> dict[str, Placement
         else:
             placements[slot.name] = placement
     if unplaced:
-        raise UnknownArchitecture(_how_to_register(model, unplaced))
+        raise UnknownArchitecture(how_to_register(model, unplaced))
     return placements
 
 
@@ -465,31 +455,6 @@ def _place_adapters(
             place = places[slot.adapts]
             adapters[slot.name] = ("adapter", Place("adapter", place.stack, place.layers), None)
     return adapters
-
-
-def _how_to_register(model: nn.Module, unplaced: Iterable[str]) -> str:
-    """Return the end of the error message: how to describe the model, and what needs a role."""
-    templates = _templates(unplaced)
-    paths = ", ".join(f"`{path}`" for path in templates[:_MOST_PATHS])
-    left = len(templates) - _MOST_PATHS
-    more = f" and {left} more" if left > 0 else ""
-    return (
-        f"fl.register_architecture({type(model).__name__}, {{path: role}}, heads=…) can describe "
-        f"it, with a role for {paths}{more} (docs/architectures.md)"
-    )
-
-
-def _templates(paths: Iterable[str]) -> list[str]:
-    """Return the distinct paths, with `{i}` for the first number and `*` for later numbers."""
-    templates: dict[str, None] = {}
-    for path in paths:
-        segments, numbered = path.split("."), False
-        for i, segment in enumerate(segments):
-            if segment.isdecimal():
-                segments[i] = "*" if numbered else "{i}"
-                numbered = True
-        templates[".".join(segments)] = None
-    return list(templates)
 
 
 def _parts(

@@ -32,7 +32,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Restore all random generators afterwards; raise Unwatchable if the model itself runs.
 
     Lists, dicts and sets in which hooks collect something are restored, too. Meanwhile, code that
-    `torch.compile` has compiled runs eagerly.
+    `torch.compile` or `torch.jit.script` has compiled runs eagerly.
     """
     modules = {id(module): type(module).__name__ for module in model.modules()}
 
@@ -55,8 +55,31 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", ".*when there are global hooks on modules")
+        stack.enter_context(_scripts_run_eagerly())
         stack.callback(register_module_forward_pre_hook(refuse).remove)
         yield
+
+
+@contextmanager
+def _scripts_run_eagerly() -> Iterator[None]:
+    """Run functions that `torch.jit.script` has compiled as the Python that they were made from.
+
+    What happens inside compiled functions cannot be seen.
+    """
+    kind: Any = torch.jit.ScriptFunction
+    compiled = kind.__call__
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        source = getattr(function, "_torchdynamo_inline", None)  # torch.compile goes by it, too
+        if source is None:
+            return compiled(function, *args, **kwargs)
+        return source(*args, **kwargs)
+
+    kind.__call__ = call
+    try:
+        yield
+    finally:
+        kind.__call__ = compiled
 
 
 @contextmanager

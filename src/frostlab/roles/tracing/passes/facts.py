@@ -447,6 +447,16 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     }
 
 
+def takes_name(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function takes an argument of this name, perhaps in its `**kwargs`."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return True
+    kinds = [item.kind for item in parameters.values()]
+    return name in parameters_of(function) or inspect.Parameter.VAR_KEYWORD in kinds
+
+
 def _configs(config: Any) -> Iterator[Any]:
     """Yield the config and its sub-configs, outer ones first."""
     queue = [config]
