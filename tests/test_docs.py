@@ -212,8 +212,9 @@ NO_LIMITS = {  # they bound what is shown, computed or done at once, or an argum
     "cli.monitor._MOST_ROWS", "matrix.queue._MOST_BLOCKED",
     "matrix.slots._MOST_AT_ONCE", "matrix.slurm_jobs._MOST_JOBS",
     "recipe.bounded_yaml._MOST_SHOWN", "recipe.load._MOST_NAME", "recipe.load._MOST_TEXT",
-    "roles.read._MOST_PATHS", "roles.tracing.dependence._MOST_STARTS",
-    "roles.tracing.inputs.MOST_CALLS", "roles.tracing.small.MOST_LAYERS",
+    "roles.copies._MOST_SHARED", "roles.fingerprint._MOST_VALUES", "roles.refusals._MOST_PATHS",
+    "roles.tracing.dependence._MOST_STARTS",
+    "roles.tracing.passes.inputs.MOST_CALLS", "roles.tracing.passes.small.MOST_LAYERS",
     "timing.flops._MOST_FLOPS_PER_BYTE", "timing.interleave.MOST_BATCHES",
     "timing.interleave._MOST_BLOCKS",
 }  # fmt: skip
