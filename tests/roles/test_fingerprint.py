@@ -212,6 +212,20 @@ def test_a_pass_that_changes_nothing_is_not_repeated(probes: list[str]) -> None:
     assert probes == ["Model"]
 
 
+class Odd:
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("nobody looks inside")
+
+
+def test_what_fails_when_it_is_looked_at_is_no_obstacle(probes: list[str]) -> None:
+    model: Any = Model()
+    model.odd = Odd()
+    for _ in range(2):
+        assert roles(model) == ("query", "key")
+    assert probes == ["Model"]
+
+
 class Counts(Model):
     """Its class counts passes."""
 

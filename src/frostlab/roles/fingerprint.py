@@ -112,6 +112,12 @@ class _Settings:
         return [self._named(own, 0), self._named(module._buffers, 0), hooks]
 
     def _said(self, value: Any, depth: int = 0) -> Any:
+        try:
+            return self._told(value, depth)
+        except Exception:  # an object's own code can fail in many ways
+            return _number(type(value))
+
+    def _told(self, value: Any, depth: int) -> Any:
         if isinstance(value, _PLAIN):
             return value
         if id(value) in self._seen:
