@@ -290,6 +290,27 @@ def test_a_file_is_run_as_python_runs_it(
     assert str(tmp_path) not in sys.path
 
 
+PRINTING = """
+print("imported")
+from own import Own
+class Speaks(Own):
+    def forward(self, ids):
+        print("ran")
+        return super().forward(ids)
+def build():
+    print("built")
+    return Speaks()
+"""
+
+
+def test_what_a_file_prints_is_no_result(tmp_path: Path, in_this_process: Command) -> None:
+    (tmp_path / "own.py").write_text(ATTENTION)
+    (tmp_path / "speaks.py").write_text(PRINTING)
+    result = in_this_process("inspect", f"{tmp_path}/speaks.py:build", "--json")
+    assert json.loads(result.stdout)["parts"]
+    assert result.stderr.startswith("imported\nbuilt\nran\n")
+
+
 def test_a_file_that_ends_the_program(tmp_path: Path, in_this_process: Command) -> None:
     (tmp_path / "script.py").write_text("raise SystemExit('usage: script.py DATA')")
     result = in_this_process("inspect", f"{tmp_path}/script.py:build")

@@ -5,6 +5,8 @@ model's anatomy is the list of its parts.
 """
 
 import json
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,15 +80,18 @@ def inspect(
     from frostlab.timing.flops import describe_savings, savings
 
     recipes = shipped_recipes()
-    if model in recipes or model.endswith((".yaml", ".yml")):
-        anatomy, source, recipe_length = _recipe_anatomy(model, settings or [])
-        length = length or recipe_length
-    elif ".py:" in model or model.endswith(".py"):
-        anatomy, source = _written_anatomy(model)
-    elif settings:
-        raise BadInput(f"--set is for a recipe; {model} is not one{nearest(model, recipes, 0.8)}")
-    else:
-        anatomy, source = _model_anatomy(model, list(recipes))
+    with redirect_stdout(sys.stderr):  # what the user's own code prints is no result
+        if model in recipes or model.endswith((".yaml", ".yml")):
+            anatomy, source, recipe_length = _recipe_anatomy(model, settings or [])
+            length = length or recipe_length
+        elif ".py:" in model or model.endswith(".py"):
+            anatomy, source = _written_anatomy(model)
+        elif settings:
+            raise BadInput(
+                f"--set is for a recipe; {model} is not one{nearest(model, recipes, 0.8)}"
+            )
+        else:
+            anatomy, source = _model_anatomy(model, list(recipes))
     if selections:
         anatomy = anatomy.with_frozen(*selections)
     length = length or _LENGTH

@@ -10,8 +10,6 @@ checks them: this is the evidence (`roles/tracing`). A parameter without a role 
 anatomy is never partial.
 """
 
-import hashlib
-import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,10 +20,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 import frostlab.roles.architectures  # noqa: F401  (registers them)
 from frostlab.errors import BadInput, FrostlabError, UnknownArchitecture, first_line
+from frostlab.roles.copies import shared_copy
 from frostlab.roles.description import (
     Description,
     Entry,
@@ -35,6 +33,7 @@ from frostlab.roles.description import (
     find_description,
     role_of,
 )
+from frostlab.roles.fingerprint import code_digest, digest, state_digest
 from frostlab.roles.parts import (
     ATTENTION_INPUTS,
     Heads,
@@ -50,15 +49,15 @@ from frostlab.roles.parts import (
     Tie,
 )
 from frostlab.roles.peft_names import ParameterName, PeftNames, is_adapted
+from frostlab.roles.refusals import computed_weight, how_to_register, refuse_complex, refuse_lazy
 from frostlab.roles.snapshot import Anatomy, Evidence
 from frostlab.roles.tracing.claims import Indescribable
 from frostlab.roles.tracing.find import Found, as_call, find_roles
 from frostlab.roles.tracing.passes.facts import Call
 from frostlab.roles.tracing.siblings import Measured
-from frostlab.roles.undisturbed import shared_copy, undisturbed
+from frostlab.roles.undisturbed import undisturbed
 
 _BIASES = ("bias", "in_proj_bias")
-_MOST_PATHS = 8  # largest number of paths that an error message lists
 
 # A slot's entry in the table (or what the evidence says), its place, and the attention's heads if
 # it is a query, key or value.
@@ -95,12 +94,11 @@ def survey(model: nn.Module, batch: Any = None) -> tuple[Anatomy, dict[str, Slot
     if not isinstance(model, nn.Module):
         raise BadInput(f"{model!r} is not a model; build the model first, and pass that")
     model = unwrapped(model)
-    _refuse_lazy(model)
+    refuse_lazy(model)
     slots = {slot.name: slot for slot in slots_of(model)}
     if not slots:
         raise UnknownArchitecture(f"{type(model).__name__} has no parameters")
-    unwrapped_slots = [s for s in slots.values() if s.adapts is None and s.replaced is None]
-    placements, evidence = _placed(model, unwrapped_slots, batch)
+    placements, evidence = _placed(model, _probed(slots.values()), batch)
     for name, (entry, _, _) in placements.items():
         if isinstance(entry, Measured) and entry.axis not in (None, slots[name].axis):
             slots[name] = _turned(slots[name], entry.axis)
@@ -112,6 +110,7 @@ def survey(model: nn.Module, batch: Any = None) -> tuple[Anatomy, dict[str, Slot
         # the role `head` last: a tensor that is both embedding and head counts as an embedding
         placed.sort(key=lambda item: isinstance(item[1], str) and item[1] == "head")
         name, entry, place, heads = placed[0]
+        _refuse_mixed_tie(placed)
         if len(placed) > 1:
             place = replace(place, layers=_all_layers(place, [p for _, _, p, _ in placed]))
         ties = tuple(Tie(tied, tied_place) for tied, _, tied_place, _ in placed[1:])
@@ -125,14 +124,18 @@ def survey(model: nn.Module, batch: Any = None) -> tuple[Anatomy, dict[str, Slot
     return Anatomy(type(model).__name__, tuple(parts), evidence), slots
 
 
-def _refuse_lazy(model: nn.Module) -> None:
-    """Raise an error if a weight has no shape yet, as in `nn.LazyLinear` before its first batch."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(tensor):
-            raise BadInput(
-                f"{type(model).__name__}: {name} has no shape yet, because it is in a lazy module; "
-                "run the model on one batch first"
-            )
+def _refuse_mixed_tie(placed: Sequence[tuple[str, Entry | Measured, Place, Heads | None]]) -> None:
+    """Raise an error if one tensor is, for example, the query and the key of attentions."""
+    sides = {
+        place.role: name
+        for name, entry, place, _ in placed
+        if isinstance(entry, str) and place.role in ATTENTION_INPUTS
+    }
+    if len(sides) > 1:
+        roles, names = " and ".join(sides), " and ".join(sides.values())
+        raise UnknownArchitecture(
+            f"{names} are one tensor, which is {roles} at once, so neither can be frozen alone"
+        )
 
 
 def _placed(
@@ -147,10 +150,10 @@ def _placed(
             instead = f"; {error}"
     try:
         found = _found(model, slots, batch)
-    except Indescribable as error:
-        raise UnknownArchitecture(f"{type(model).__name__}: {error}") from None
     except UnknownArchitecture as error:
-        raise UnknownArchitecture(f"{type(model).__name__}: {error}{instead}") from None
+        instead = "" if isinstance(error, Indescribable) else instead
+        why = f"{error}{computed_weight(model, str(error))}"
+        raise UnknownArchitecture(f"{type(model).__name__}: {why}{instead}") from None
     placements: dict[str, Placement] = {
         name: (measured, place, measured.heads.get(place.role))
         for name, (measured, place) in found.placements.items()
@@ -164,34 +167,23 @@ _FOUND_BY_CONFIG: dict[str, Found] = {}
 _KEPT_CONFIGS = 256  # in `_FOUND_BY_CONFIG`
 _BATCHES: dict[str, Call] = {}  # digest of a model's shapes and code → its last batch
 _KEPT_BATCHES = 8
-# A number for each class and forward function: a class that is defined again gets a new one.
-_NUMBERS: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
-_next_number = itertools.count()
-# Modules of these packages do not count as the model's code: surgery and PEFT put them in and out.
-_LIBRARIES = ("torch.", "peft.", "frostlab.surgery.")
 
 
 def _found(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
     """Return the evidence for a model.
 
-    It is kept for this model, and for models with the same code, config and other settings. A batch
-    is kept, too: other models with the same code and shapes are read on it.
+    It is kept for this model as long as its code, settings and ties stay the same, and for models
+    with the same config. A batch is kept, too: other models with the same code and shapes are read
+    on it.
     """
-    modules = [m for m in model.modules() if not type(m).__module__.startswith(_LIBRARIES)]
-    shapes = sorted((slot.name, slot.shape) for slot in slots)
-    empty = any(parameter.is_meta for parameter in model.parameters())  # then a copy is read
-    key = _digest(shapes, empty, [(_number(_code_of(m)), _number(m.forward)) for m in modules])
+    key, state = code_digest(model, slots), state_digest(model, slots)
     kept = _FOUND.get(model)
-    if batch is None and kept is not None and kept[0] == key:
+    if batch is None and kept is not None and kept[0] == state:
         return kept[1]
     if batch is None and key in _BATCHES:
         with suppress(BadInput):  # this model may need another batch
             return _found(model, slots, _BATCHES[key])
-    config: Any = getattr(model, "config", None)
-    shared = None
-    if batch is None and hasattr(config, "to_dict"):
-        values = json.dumps(config.to_dict(), sort_keys=True, default=repr)
-        shared = _digest(key, values, [_settings_of(module) for module in modules])
+    shared = _with_config(model, state) if batch is None else None
     found = None if shared is None else _FOUND_BY_CONFIG.get(shared)
     if found is None:
         try:
@@ -201,18 +193,33 @@ def _found(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
         except Exception as error:  # a model's own code can fail in many ways
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise UnknownArchitecture(f"its forward pass cannot be followed ({reason})") from error
-    _FOUND[model] = (key, found)
+    state = state_digest(model, slots)  # the pass may have changed a setting of a class
+    _FOUND[model] = (state, found)
     if batch is not None:
-        _keep(_BATCHES, key, as_call(batch), _KEPT_BATCHES)
+        _keep(_BATCHES, key, as_call(batch).copied(), _KEPT_BATCHES)
     elif shared is not None:
-        _keep(_FOUND_BY_CONFIG, shared, found, _KEPT_CONFIGS)
+        _keep(_FOUND_BY_CONFIG, _with_config(model, state) or shared, found, _KEPT_CONFIGS)
     return found
 
 
-def _code_of(module: nn.Module) -> type:
-    """Return a module's class; if frostlab has split the module, the class that it had before."""
-    kind = type(module)
-    return kind.__bases__[1] if hasattr(module, "_frostlab_frozen") else kind
+def keep_evidence(model: nn.Module) -> None:
+    """Keep the evidence for a model in which surgery has just split or joined parameters."""
+    model = unwrapped(model)
+    if model in _FOUND:
+        _FOUND[model] = (state_digest(model, _probed(slots_of(model))), _FOUND[model][1])
+
+
+def _probed(slots: Iterable[Slot]) -> list[Slot]:
+    """Return the slots of the model without its adapters."""
+    return [slot for slot in slots if slot.adapts is None and slot.replaced is None]
+
+
+def _with_config(model: nn.Module, state: str) -> str | None:
+    """Return a digest that models of one config share, or None if the model has no config."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return None
+    return digest(state, json.dumps(config.to_dict(), sort_keys=True, default=repr))
 
 
 def _keep(cache: dict[str, Any], key: str, value: Any, most: int) -> None:
@@ -223,31 +230,9 @@ def _keep(cache: dict[str, Any], key: str, value: Any, most: int) -> None:
     cache[key] = value
 
 
-def _digest(*facts: Any) -> str:
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
-def _number(code: Any) -> int:
-    """Return the number of a class or function; another one of the same name has another number."""
-    function = getattr(code, "__func__", code)
-    try:
-        return _NUMBERS.setdefault(function, next(_next_number))
-    except TypeError:  # compiled code, to which there are no weak references
-        return id(function)
-
-
-def _settings_of(module: nn.Module) -> dict[str, Any]:
-    """Return the plain values that a module keeps, such as its number of heads."""
-    kinds = (bool, int, float, str, type(None))
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, kinds) and name != "training"
-    }
-
-
 def _find(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
     """Find the evidence; if the model has split projections or adapters, run it without them."""
+    refuse_complex(model)
     original = model
     if any(isinstance(module, Split) or is_adapted(module) for module in model.modules()):
         model = _unmodified(model)
@@ -377,7 +362,7 @@ def _place_slots(model: nn.Module, slots: Sequence[Slot]) -> dict[str, Placement
         else:
             placements[slot.name] = placement
     if unplaced:
-        raise UnknownArchitecture(_how_to_register(model, unplaced))
+        raise UnknownArchitecture(how_to_register(model, unplaced))
     return placements
 
 
@@ -470,31 +455,6 @@ def _place_adapters(
             place = places[slot.adapts]
             adapters[slot.name] = ("adapter", Place("adapter", place.stack, place.layers), None)
     return adapters
-
-
-def _how_to_register(model: nn.Module, unplaced: Iterable[str]) -> str:
-    """Return the end of the error message: how to describe the model, and what needs a role."""
-    templates = _templates(unplaced)
-    paths = ", ".join(f"`{path}`" for path in templates[:_MOST_PATHS])
-    left = len(templates) - _MOST_PATHS
-    more = f" and {left} more" if left > 0 else ""
-    return (
-        f"fl.register_architecture({type(model).__name__}, {{path: role}}, heads=…) can describe "
-        f"it, with a role for {paths}{more} (docs/architectures.md)"
-    )
-
-
-def _templates(paths: Iterable[str]) -> list[str]:
-    """Return the distinct paths, with `{i}` for the first number and `*` for later numbers."""
-    templates: dict[str, None] = {}
-    for path in paths:
-        segments, numbered = path.split("."), False
-        for i, segment in enumerate(segments):
-            if segment.isdecimal():
-                segments[i] = "*" if numbered else "{i}"
-                numbered = True
-        templates[".".join(segments)] = None
-    return list(templates)
 
 
 def _parts(

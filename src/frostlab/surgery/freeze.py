@@ -23,7 +23,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from frostlab.errors import BadInput, NothingLearns
 from frostlab.roles.parts import Part, Rows, Slot, Split, join
-from frostlab.roles.read import anatomy, survey
+from frostlab.roles.read import anatomy, keep_evidence, slots_of, survey
 from frostlab.roles.snapshot import Anatomy
 from frostlab.surgery.anywhere import Frozen, SplitModule, can_split, split_module
 from frostlab.surgery.multihead import SplitMultiheadAttention, join_attention, split_attention
@@ -95,7 +95,8 @@ def _apply(model: nn.Module, wanted: Anatomy, slots: dict[str, Slot]) -> None:
     newly_trainable: list[tuple[str, nn.Parameter]] = []
     changed = _resplit(model, frozen_rows, slots)
     if changed:
-        _, slots = survey(model)
+        keep_evidence(model)  # a split changes no computation, so nothing is read again
+        slots = {slot.name: slot for slot in slots_of(model)}
     for part in wanted.parts:
         parameter = slots[part.name].piece_of(part.rows).parameter
         learns = part.state == "trainable"

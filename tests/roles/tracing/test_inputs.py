@@ -193,3 +193,28 @@ def test_what_nobody_can_guess_is_named_in_one_line() -> None:
     assert "cannot guess `x` of Strange.forward" in message
     assert "fl.anatomy(model, {'x': tensor})" in message
     assert "\n" not in message
+
+
+class ByName(Vectors):
+    def forward(self, *, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+def test_an_argument_that_can_only_be_given_by_name() -> None:
+    assert first_that_runs(ByName().eval()).kwargs["x"].shape == (2, 6, 5)
+
+
+class Anything(nn.Module):
+    def forward(self, *args: Any) -> None:
+        raise NotImplementedError
+
+
+class Named(nn.Module):
+    def forward(self, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+
+def test_the_batch_of_a_hint_fits_the_forward_pass() -> None:
+    assert "fl.anatomy(model, (tensor,))" in no_inputs(Anything(), "", began=False)
+    assert "fl.anatomy(model, {'inputs': tensor})" in no_inputs(Named(), "", began=False)
+    assert "fl.anatomy(model, {'x': tensor})" in no_inputs(ByName(), "", began=False)

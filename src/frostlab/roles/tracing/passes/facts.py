@@ -1,8 +1,10 @@
 """What a model's config, signature and weights say about its inputs, and inputs that fit."""
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +26,33 @@ class Call:
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def copied(self) -> "Call":
+        """Return a call with copies of the arguments, into which a forward pass may write."""
+        args, kwargs = replaced((tuple(self.args), dict(self.kwargs)), _copied)
+        return Call(args, kwargs)
+
+
+def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return nested tuples, lists and dicts with every leaf changed."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(replaced(item, change) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(replaced(item, change) for item in value)
+    if type(value) is dict:
+        return {key: replaced(item, change) for key, item in value.items()}
+    return change(value)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of an argument; what cannot be copied, and a model, is returned as it is."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, nn.Module):
+        return value
+    with suppress(Exception):  # an object's own code can fail in many ways
+        return copy.deepcopy(value)
+    return value
 
 
 class Values:
@@ -416,6 +445,16 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         for name, item in signature.parameters.items()
         if item.kind not in (item.VAR_KEYWORD, item.VAR_POSITIONAL)
     }
+
+
+def takes_name(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function takes an argument of this name, perhaps in its `**kwargs`."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return True
+    kinds = [item.kind for item in parameters.values()]
+    return name in parameters_of(function) or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _configs(config: Any) -> Iterator[Any]:

@@ -9,6 +9,7 @@ is run, so pass a copy of the model in eval mode: its own code may change its bu
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from inspect import Parameter
 from itertools import islice
 from typing import Any
 
@@ -25,6 +26,7 @@ from frostlab.roles.tracing.passes.facts import (
     Values,
     first_embedding,
     parameters_of,
+    takes_name,
 )
 
 MOST_CALLS = 12  # most guesses that are tried
@@ -54,7 +56,8 @@ def no_inputs(model: nn.Module, problem: str, began: bool) -> str:
     if began and len(maker.required) == 1:
         unknown = []  # guessed from the first weights
     name = (unknown or maker.required or [maker.main or "inputs"])[0]
-    read = f"read the model on a small batch first, fl.anatomy(model, {{{name!r}: tensor}})"
+    batch = f"{{{name!r}: tensor}}" if takes_name(model.forward, name) else "(tensor,)"
+    read = f"read the model on a small batch first, fl.anatomy(model, {batch})"
     if not unknown and problem:
         return f"its forward pass fails on guessed inputs{problem}; if it needs others, {read}"
     return f"cannot guess `{name}` of {type(model).__name__}.forward{problem}; {read}"
@@ -353,7 +356,7 @@ class _Sketch:
 
 
 class ByWeights(Facts):
-    """Calls with positional arguments, guessed from the first weights of a model."""
+    """Calls with arguments that are guessed from the first weights of a model."""
 
     def by_weights(self) -> Iterator[Call]:
         """Offer arguments, guessed from the first weights and from the first argument's name."""
@@ -363,8 +366,14 @@ class ByWeights(Facts):
         for sketch in self.first_inputs(names[0]):
             if len(names) > 1:
                 lengths = (LENGTH, TARGET_LENGTH, TARGET_LENGTH)[: len(names)]
-                yield Call(tuple(self.drawn(sketch, length) for length in lengths))
-            yield Call(tuple(self.drawn(sketch, LENGTH) for _ in names))
+                yield self.given(names, [self.drawn(sketch, length) for length in lengths])
+            yield self.given(names, [self.drawn(sketch, LENGTH) for _ in names])
+
+    def given(self, names: list[str], values: list[Tensor]) -> Call:
+        """Return a call by position or, if an argument can only be given by name, by names."""
+        if any(self.parameters[name].kind is Parameter.KEYWORD_ONLY for name in names):
+            return Call(kwargs=dict(zip(names, values, strict=True)))
+        return Call(tuple(values))
 
     def drawn(self, sketch: "_Sketch", length: int) -> Tensor:
         shape = [length if size is None else size for size in sketch.shape]

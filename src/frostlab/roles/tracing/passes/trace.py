@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from frostlab.roles.tracing.passes.facts import Call
+from frostlab.roles.copies import Unwatchable, shared_copy
+from frostlab.roles.tracing.passes.facts import Call, replaced
 from frostlab.roles.tracing.passes.norms import ADDS, FUSED_NORMS, Norms, Step, fixed_norm
-from frostlab.roles.undisturbed import seeded, shared_copy
+from frostlab.roles.undisturbed import Unwritten, seeded
 
 _NOISY_SIZE = 1 << 16  # parameters up to this size get noise, so that none is all zeros or ones
 _NOISE = 0.05  # standard deviation of the noise
-_KEPT_HOOKS = "torch.nn.utils"  # hooks that compute a weight, such as those of weight_norm
 PRODUCTS = {
     "matmul", "bmm", "baddbmm", "einsum", "__matmul__", "__rmatmul__", "mm",
     "scaled_dot_product_attention",
@@ -109,14 +109,17 @@ class _Watch(TorchFunctionMode):
         moved: Mapping[int, Tensor] | None = None,
         pins: Mapping[int, Pin] | None = None,
         trace: Trace | None = None,
+        unwritten: Unwritten | None = None,
     ) -> None:
         super().__init__()
+        self._unwritten = unwritten
         self.trace = Trace() if trace is None else trace
         self._parameters, self._moved, self._pins = parameters, moved or {}, pins
         self._noise: dict[int, Tensor] = {}
         self._norms = Norms(self.trace.uses)
         self.trace.norms = self._norms.owned
         self.modules: list[str] = [""]
+        self.without_gradients = False  # whether some products were computed without gradients
         self.ids: set[int] = set()  # storages of integer inputs, without positions
 
     def __torch_function__(
@@ -129,6 +132,8 @@ class _Watch(TorchFunctionMode):
         if name in _CUTS and args and isinstance(args[0], Tensor) and args[0].grad_fn is not None:
             self.trace.cut.append(args[0].grad_fn)
         if getattr(func, "__name__", "") in ("__get__", "__set__") and name not in _TRANSPOSES:
+            if name == "data" and id(args[0]) in self._parameters:
+                return self._data(*args)
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:
@@ -141,13 +146,18 @@ class _Watch(TorchFunctionMode):
         if self._pins is not None and name in PROJECTIONS and self._is_still((args, kwargs)):
             record.last = _node_number()
             return self._pins[number].copy()
-        args, kwargs = _replaced((args, kwargs), self._alias)
+        args, kwargs = replaced((args, kwargs), self._alias)
+        tensors = list(tensors_in((args, kwargs)))
+        if self._unwritten is not None:
+            self._unwritten.before(name, args, kwargs, tensors)
+        if name in PRODUCTS | PROJECTIONS and not torch.is_grad_enabled():
+            self.without_gradients = True
         if name in _NORMS:
             for value in tensors_in((args[1:], kwargs)):
                 if id(value) in trace.uses:
                     trace.norms.add(id(value))
                 trace.norms |= self._norms.computed.get(id(value), frozenset())
-        step = self._norms.step(name, args, kwargs, list(tensors_in((args, kwargs))))
+        step = self._norms.step(name, args, kwargs, tensors)
         if name in FUSED_NORMS:
             result = fixed_norm(name, args, kwargs, lambda compute: self._fixed(number, compute))
         else:
@@ -184,19 +194,34 @@ class _Watch(TorchFunctionMode):
         """Return a new alias of a parameter, and any other value as it is."""
         if not isinstance(value, Tensor) or id(value) not in self._parameters:
             return value
-        key = id(value)
-        plain = value.detach()
-        if not plain.is_floating_point():
+        if not value.is_floating_point():
             return value
-        if key in self._moved:
-            plain = self._moved[key]
-        elif plain.numel() <= _NOISY_SIZE:
-            if key not in self._noise:
-                self._noise[key] = noisy(plain)
-            plain = self._noise[key]
-        alias = plain.detach().requires_grad_()
-        self.trace.uses[id(alias)] = Use(key, alias, len(self.trace.records) - 1)
+        alias = self._values(value).detach().requires_grad_()
+        self.trace.uses[id(alias)] = Use(id(value), alias, len(self.trace.records) - 1)
         return alias
+
+    def _data(self, parameter: Tensor, *new: Tensor) -> Tensor | None:
+        """Return `parameter.data`, or set it."""
+        values = self._values(parameter).detach()
+        if not new:
+            return values
+        if new[0].shape != values.shape:
+            parameter.data = new[0]
+        elif self._unwritten is not None:
+            self._unwritten.before("copy_", (), {}, [values])
+            values.copy_(new[0])
+        return None
+
+    def _values(self, parameter: Tensor) -> Tensor:
+        """Return the values of a parameter in this pass: moved ones, or its own, with noise."""
+        key, plain = id(parameter), parameter.data
+        if key in self._moved:
+            return self._moved[key]
+        if not plain.is_floating_point() or plain.numel() > _NOISY_SIZE:
+            return plain
+        if key not in self._noise:
+            self._noise[key] = noisy(plain)
+        return self._noise[key]
 
     def _fixed(self, number: int, compute: Callable[[], Tensor]) -> Tensor:
         """Return statistics without their history or, if they are pinned, as recorded."""
@@ -219,7 +244,7 @@ class _Watch(TorchFunctionMode):
             return step.args, step.kwargs
         given = step.values[record.held]
         record.result = given.detach().clone() if fixed is None else fixed
-        return _replaced(
+        return replaced(
             (step.args, step.kwargs), lambda value: record.result if value is given else value
         )
 
@@ -287,17 +312,6 @@ def _multi_head(
     return F.linear(mixed, out_proj_weight, out_proj_bias), shares
 
 
-def _replaced(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return nested tuples, lists and dicts with every leaf changed."""
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_replaced(item, change) for item in value))
-    if isinstance(value, tuple | list):
-        return type(value)(_replaced(item, change) for item in value)
-    if type(value) is dict:
-        return {key: _replaced(item, change) for key, item in value.items()}
-    return change(value)
-
-
 def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
     """Yield the tensors in nested values, such as a model's outputs."""
     if isinstance(value, Tensor):
@@ -317,20 +331,8 @@ def _outputs(value: Any) -> Iterator[Tensor]:
 
 
 def watched_copy(model: nn.Module) -> nn.Module:
-    """Return an eval copy that shares the parameters; only hooks that compute weights stay."""
-    made = shared_copy(model).eval()
-    for module in made.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [k for k, hook in hooks.items() if not _computes_weight(hook)]:
-                del hooks[key]
-        module._backward_hooks.clear()
-        module._backward_pre_hooks.clear()
-    return made
-
-
-def _computes_weight(hook: Any) -> bool:
-    owner = hook if hasattr(hook, "__module__") else type(hook)
-    return str(getattr(owner, "__module__", "")).startswith(_KEPT_HOOKS)
+    """Return an eval copy that shares the parameters, with the hooks that may change a result."""
+    return shared_copy(model).eval()
 
 
 @contextmanager
@@ -377,16 +379,26 @@ def traced(
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():
             floats.append(value.detach().clone().requires_grad_())
-            return floats[-1]
+            return floats[-1].clone()  # the model may write into it
         return value
 
-    args, kwargs = _replaced((tuple(call.args), dict(call.kwargs)), leaf)
+    call = call.copied()
+    args, kwargs = replaced((tuple(call.args), dict(call.kwargs)), leaf)
     parameters = {id(p) for p in model.parameters()}
-    watch = _Watch(parameters, moved, pins, trace)
+    unwritten = Unwritten(model)
+    watch = _Watch(parameters, moved, pins, trace, unwritten)
     watch.trace.inputs = floats
     named = {name: value for name, value in kwargs.items() if "pos" not in name}
     watch.ids = {_storage(t) for t in tensors_in((args, named)) if not t.is_floating_point()}
-    with seeded(), torch.enable_grad(), _paths(model, watch), watch:
-        outputs = model(*args, **kwargs)
+    try:
+        with seeded(), torch.enable_grad(), _paths(model, watch), watch:
+            outputs = model(*args, **kwargs)
+    finally:
+        unwritten.restore()
     watch.trace.outputs = [t for t in _outputs(outputs) if t.grad_fn is not None]
+    if watch.without_gradients and not watch.trace.outputs:
+        raise Unwatchable(
+            "its forward pass turns gradients off (torch.no_grad or torch.inference_mode), so that "
+            "it cannot be watched; turn them off outside of the model instead"
+        )
     return watch.trace
