@@ -1,11 +1,11 @@
 """Embedding of fonts in SVG files, so that a figure looks the same on every machine.
 
-The drawing library draws texts with its built-in font; letters that this font lacks come from fonts
-of the system. The library gives out no font files, but it can write PDF, in which the used glyphs
-of each font are embedded. So, for each style of text (family, weight and slant), all letters that
-the figures show in this style are written into one PDF. The fonts in the PDF get the tables that
-browsers need, and become `@font-face` rules of every figure with that style. Texts stay texts,
-which can be selected and searched.
+The drawing library, vl-convert, draws texts with its built-in font; letters that this font lacks
+come from fonts of the system. The library gives out no font files, but it can write PDF, in which
+the used glyphs of each font are embedded. So, for each style of text (family, weight and slant),
+all letters that the figures show in this style are written into one PDF. The fonts in the PDF get
+the tables that browsers need, and become `@font-face` rules of every figure with that style. Texts
+stay texts, which can be selected and searched.
 """
 
 import base64
@@ -22,7 +22,8 @@ from frostlab.errors import require
 
 _TEXTS = ("{http://www.w3.org/2000/svg}text", "{http://www.w3.org/2000/svg}tspan")
 _OBJECT = re.compile(rb"(\d+) 0 obj\s(.*?)\sendobj", re.DOTALL)
-_CODES = re.compile(rb"<([0-9A-F]{4})> <((?:[0-9A-F]{4})+)>")  # glyph and letters in a CMap
+# an entry of a CMap, a PDF's table from the glyphs of a font to letters in UTF-16
+_CODES = re.compile(rb"<([0-9A-F]{4})> <((?:[0-9A-F]{4})+)>")
 _UNITS = 1000  # units per em of a CFF font in a PDF
 
 
@@ -175,8 +176,9 @@ def _cff(data: bytes, codes: Mapping[int, int], title: str) -> Any:
     outlines = font["CFF "].cff[0]
     font.setGlyphOrder(outlines.getGlyphOrder())
     for part in getattr(outlines, "FDArray", ()):
-        # The FontMatrix of a part multiplies that of the whole font. fontTools leaves the whole
-        # font's out of the file, because it is the default, so the part's must go, too.
+        # The FontMatrix of a part (an element of FDArray) multiplies that of the whole font.
+        # fontTools does not write the whole font's, because it is the default, so the part's must
+        # go, too.
         part.rawDict.pop("FontMatrix", None)
     widths = {}
     for name in font.getGlyphOrder():

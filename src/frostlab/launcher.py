@@ -18,7 +18,8 @@ from frostlab.storage import Lock
 AT_ONCE = "FROSTLAB_RUNS_AT_ONCE"  # how many runs may share the worker's device
 COMMAND = "FROSTLAB_COMMAND"  # the command that started the queue
 # A folder of lock files, e.g. five if five runs may take steps at the same time. A run takes steps
-# only while it holds one of the locks. TURNS is set only if more runs than these share the device.
+# only while it holds one of the locks. TURNS is set only if more runs share the device than it has
+# lock files.
 TURNS = "FROSTLAB_TURNS"
 _MOST_PROCESSES = 10**6
 
@@ -87,7 +88,7 @@ def command() -> str:
 
 
 def check_variables() -> None:
-    """Refuse an environment in which one of these numbers is not valid."""
+    """Refuse invalid numbers in the variables that torchrun and a queue set for a process."""
     for variable in (rank, local_rank, world_size, local_world_size, runs_at_once):
         variable()
 

@@ -137,7 +137,7 @@ def test_a_refusal_between_two_jobs_is_not_the_end(pretended: Path, tmp_path: Pa
     jobs.start(second)
     assert jobs.wait(0) == []
     assert jobs.running() == {second.path: "Slurm, pending"}
-    assert said[-1] == "--slurm: sbatch: error: busy; 1 run to submit later"
+    assert said[-1] == "--slurm: sbatch: error: busy; submits 1 run again in 0 s"
 
 
 def test_the_outcome_of_a_job_that_is_tried_again_is_read_once(

@@ -1,8 +1,8 @@
-"""Diagnosis of a run: which parts do not learn, gradients of the first and last layers, targets.
+"""Diagnosis of a run: parts that do not learn, gradients of the first and last layers, targets.
 
-A flow holds the reports of a run, one for each measured step. A part is all tensors of one role,
-such as query, in one layer or outside the layers. The front is the first two layers, the output is
-the head.
+A target is a value that a run should surpass, such as a validation correlation of 0.3. A flow holds
+the reports of a run, one for each measured step. A part is all tensors of one role, such as query,
+in one layer or outside the layers. The front is the first two layers, the output is the head.
 """
 
 import math
@@ -31,7 +31,7 @@ from frostlab.records.folder import RunRecord
 from frostlab.storage import finite
 from frostlab.text import NONE, columns
 
-FLOW_TARGETS = {"front_ratio": 0.1, "weight_change": 0.01}  # name → value to exceed
+FLOW_TARGETS = {"front_ratio": 0.1, "weight_change": 0.01}  # field of `DepthRatios` → target
 # (limit, word): the first word whose limit is above the front ratio describes this ratio, which is
 # the gradient size of the front divided by that of the output (see `DepthRatios`). The word is no
 # verdict, because an optimizer that divides gradients by their size also learns from small ones.
@@ -72,12 +72,12 @@ class Diagnosis:
 
     @property
     def caution(self) -> str | None:
-        """A warning about the run's numbers, such as that it used stand-ins; None without one."""
+        """A warning about the run's numbers, e.g. that its data are a stand-in for missing data."""
         return next((flow.caution for flow in self.flows.values()), None)
 
     @property
     def healthy(self) -> bool | None:
-        """Whether the run did not diverge and no verdict is in `UNHEALTHY`; None if unmeasured."""
+        """False if the run diverged or a verdict is in `UNHEALTHY`; else None before a report."""
         words = {v.word for flow in self.flows.values() for v in flow.verdicts().values()}
         if self.status == "diverged" or words & set(UNHEALTHY):
             return False
@@ -288,8 +288,10 @@ def join_names(names: Sequence[str], most: int) -> str:
 class DepthRatios:
     """Gradient sizes of the first layers, the last layers and the head; NaN where unknown.
 
-    `front` is the first two layers, `back` is the last two layers, `output` is the head. Each
-    value is the mean of max |g| over their tensors with a gradient, at the last report.
+    `front` is the first two layers, `back` is the last two layers, `output` is the head. The size
+    of each is computed at one report, by default the last: the largest |gradient| of a tensor,
+    averaged over the tensors with a gradient.
+
     `weight_change` compares the range (max - min) of each front tensor at the first and the last
     report: it is the mean of |last - first| / first, without tensors whose first range is 0, and
     NaN for a single report.

@@ -165,7 +165,7 @@ def _joined(cells: Sequence[Cell]) -> Cell:
 
 
 def heat_png(flow: "Flow", scale: float = 1.5) -> bytes:
-    """Draw the maps of gradients and updates side by side on white, and return the PNG file."""
+    """Draw the heat maps of gradient and ratio side by side on white, and return the PNG file."""
     alt, _ = require_drawing(_PURPOSE)
     grids = _grids(flow)
     both = alt.hconcat(*map(_titled, grids), spacing=24).resolve_scale(color="independent")
@@ -259,7 +259,8 @@ def _heat(grid: Grid, width: int = _WIDTH) -> Any:
     """Return a heat map without a title; its data, named like the quantity, are added later."""
     alt, _ = require_drawing(_PURPOSE)
     names = [label(row.name) for row in grid.rows]
-    # room for row names, 6.5 px per character: browser fonts are wider than vl_convert's
+    # room for row names, 6.5 px per character: the fonts of browsers are wider than those with
+    # which vl_convert lays out the drawing
     extent = min(6.5 * max(map(len, names)), 200)
     height = 12 if len(grid.rows) > 30 else 16
     base = alt.Chart(alt.NamedData(grid.quantity)).encode(

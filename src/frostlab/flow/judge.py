@@ -25,16 +25,17 @@ EXPLODING, FROZEN, SCALED = "exploding", "frozen on purpose", "scaled away by th
 UNDRIVEN, MOVED = "moved without a gradient", "frozen, yet moved"
 UNKNOWN = "not measured yet"
 VERDICTS = (LEARNING, SLOW, STILL, EXPLODING, FROZEN, SCALED, UNDRIVEN, MOVED, UNKNOWN)
+_RAISE_RATE = "raise the learning rate of its parameter group"
 
 
 @dataclass(frozen=True)
 class Rules:
     """Thresholds of the verdicts.
 
-    A ratio is |update| / |weight| without the contribution of weight decay, scaled to the highest
-    learning rate that the part has had. A part's ratio and gradient are medians over the last
-    reports. Peers are the other parts with the same role or, in an unknown architecture, with the
-    same module path except for numbers.
+    A ratio is |update| / |weight|, a quotient of norms, without the contribution of weight decay
+    and scaled to the highest learning rate that the part has had. A part's ratio and gradient norm
+    are medians over the last reports. Peers are the other parts with the same role or, in an
+    unknown architecture, with the same module path except for numbers.
     """
 
     window: int = 5  # number of last reports that are judged
@@ -42,7 +43,8 @@ class Rules:
     still: float = 1e-6  # a smaller ratio is "not learning", if other parts move much more
     asleep: float = 1e-9  # if every ratio is smaller, every part is "not learning"
     decayed: float = 2.0  # weight decay may explain ratios up to this multiple of lr · decay
-    drowned: float = 1e-4  # if |gradient| / (|gradient| + decay·|weight|) is less, decay moved it
+    # with decay as L2: if |gradient| / (|gradient| + decay·|weight|) is less, decay moves the part
+    drowned: float = 1e-4
     slow: float = 0.01  # a ratio below this multiple of the peers' median is "slow"
     apart: float = 1e-3  # like `slow`, but relative to all parts, for parts with too few peers
     vanishing: float = 1e-4  # a gradient below this multiple of the largest "vanishes"
@@ -51,7 +53,8 @@ class Rules:
     # such as a mask has set it to 0.
     underflow: float = 1e-12
     leap: float = 1.0  # a larger |update| / |weight|, weight decay included, is "exploding"
-    growth: float = 1e3  # "exploding" if the gradients of part and model grew by this factor
+    # "exploding" if, since the first report, the gradients of part and model grew by this factor
+    growth: float = 1e3
     # "scaled away": the gradients of a layer and of its neighbours differ by at least the factor
     # `scale`, the log of the measured factor stays within `steady` of its median, and the part's
     # ratio differs from its peers' by less than the factor `alike`.
@@ -97,7 +100,7 @@ class RecentReports:
     def __init__(self, flow: "Flow", rules: Rules) -> None:
         self.flow, self.rules = flow, rules
         self.reports = flow.reports[-rules.window :]
-        self.highest = [  # highest learning rate by group; groups added later lack early reports
+        self.highest = [  # highest learning rate by group; early reports lack groups added later
             max(_not_nan(r.rates[g] for r in flow.reports if g < len(r.rates)), default=0.0)
             for g in range(len(flow.groups))
         ]
@@ -126,11 +129,11 @@ class RecentReports:
         """Return |update| / |weight| at the highest learning rate, without weight decay.
 
         The result is NaN if the learning rate is 0. If decoupled decay alone can explain the
-        update, the ratio is limited to the largest update that the gradient can cause. If decay is
-        added to the gradient (L2), the ratio is multiplied by the gradient's share of the sum,
-        |gradient| / (|gradient| + |decay|), where |decay| is the weight decay × |weight|. The step
-        of a normalising optimizer has about the same size whatever the gradient is, so under such
-        an optimizer the ratio is multiplied only if the share is at most `Rules.drowned`.
+        update, the ratio is at most that of the largest update that the gradient can cause. If
+        decay is added to the gradient (L2), the ratio is multiplied by the gradient's share of the
+        sum, |gradient| / (|gradient| + |decay|), where |decay| is the weight decay × |weight|. The
+        step of a normalising optimizer has about the same size whatever the gradient is, so under
+        such an optimizer the ratio is multiplied only if the share is at most `Rules.drowned`.
         """
         facts, ratio = self.flow.parts[part], report.ratio(part)
         if report.of("weight", part) == report.of("update", part) == 0.0:
@@ -246,7 +249,7 @@ def _judge_part(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict:
         return PartVerdict(
             MOVED,
             "the values of a frozen tensor in it changed",
-            "look for writes through .data, or an optimizer that still holds it",
+            "look for writes through .data, or an optimizer that still holds this tensor",
         )
     if part.state != "trainable":
         unchanged = ", and its bits did not change" if recent.flow.verified else ""
@@ -294,7 +297,7 @@ def _left_out(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | N
     some_learn = any(rate > 0 for r in recent.reports for rate in r.rates)
     none_ever = recent.enough and not any(recent.highest)
     if recent.rate(part) == 0.0 and (some_learn or none_ever):
-        return PartVerdict(STILL, "its learning rate is 0", "look at its group in the optimizer")
+        return PartVerdict(STILL, "its learning rate is 0", _RAISE_RATE)
     return None
 
 
@@ -361,7 +364,7 @@ def _slow(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
 
 
 def _scaled(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
-    """Judge a part in whose layer the gradients are scaled by a constant, but its updates are not.
+    """Judge whether a constant factor scales the gradients of a layer, but not a part's updates.
 
     The gradients of the layer are steadily larger, or steadily smaller, than those of both
     neighbouring layers, but the part's updates are like those of the same role in other layers.
@@ -409,8 +412,8 @@ def _cause_of(recent: RecentReports, i: int, part: PartFacts) -> tuple[str, str]
         why = "its gradient is exactly zero"
         hint = "look for dead units, a mask, or a closed gate"
     elif recent.rate(part) < rules.slow * max(rates, default=0.0):
-        return (f"its learning rate is {recent.rate(part):.1e}; the largest is {max(rates):.1e}",
-                "look at its group in the optimizer")  # fmt: skip
+        why = f"its learning rate is {recent.rate(part):.1e}; the largest is {max(rates):.1e}"
+        return why, _RAISE_RATE
     elif recent.vanishes(i):
         amount = f"{size / largest:.1e} of the largest" if size else "down to zero"
         why = f"its gradient vanishes, {amount}"
@@ -418,7 +421,7 @@ def _cause_of(recent: RecentReports, i: int, part: PartFacts) -> tuple[str, str]
         if recent.flow.optimizer in rules.normalising:
             hint += f"; a gradient scale does not, as {recent.flow.optimizer} undoes it"
         else:
-            hint += f"; AdamW divides by a gradient's size, {recent.flow.optimizer} does not"
+            hint += "; or train with AdamW, which divides a gradient by its size"
     elif part.dtype in ("bfloat16", "float16"):
         return (
             f"updates are lost in rounding: its weights are {part.dtype}",

@@ -39,7 +39,7 @@ QUANTITIES = {
     "before_clip": "norm of the gradient before clipping, where it was measured",
     "weight": "norm of the weights before the step",
     "update": "norm of the change that the step made",
-    "distance": "distance from the weights at the start, relative to their norm",
+    "distance": "distance from the weights at the start, divided by the norm at the start",
     "weight_cosine": "cosine between the weights and the weights at the start",
     "gradient_cosine": "cosine between this gradient and the gradient of the previous report",
 }
@@ -115,9 +115,11 @@ class Report:
         default_factory=dict
     )  # tensor of the front → max - min of its weights
     broken: tuple[int, ...] = ()  # indices of the parts with NaN or infinity
-    dead: dict[str, float] = field(default_factory=dict)  # module → dead fraction
-    saturated: dict[str, float] = field(default_factory=dict)  # module → saturated fraction
-    # attention call → entropy of each head
+    # module → fraction of its units that are (almost) 0 throughout the batch
+    dead: dict[str, float] = field(default_factory=dict)
+    # module → fraction of its activations that are close to a bound, such as ±1 of tanh
+    saturated: dict[str, float] = field(default_factory=dict)
+    # attention call → entropy of each head, as a fraction of the largest possible entropy
     entropy: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def of(self, quantity: str, part: int) -> float:
@@ -157,7 +159,7 @@ class Flow:
         self.groups: tuple[GroupFacts, ...] = ()  # optimizer groups
         self.moved: tuple[str, ...] = ()  # names of parts with a frozen tensor that changed
         self.verified = False  # whether frozen parts were compared with their digests
-        self.caution: str | None = None  # a warning about the run's numbers, e.g. on stand-ins
+        self.caution: str | None = None  # a warning, e.g. that the data are a stand-in
         self.run: str | None = None  # the run that was watched: its folder's name, recipe and stage
         self._reports: list[Report] = []
 
@@ -235,7 +237,7 @@ class Flow:
     def table(self, width: int | None = None) -> str:
         """Return the parts with the numbers of the last report and the verdicts, as text.
 
-        With `width`, a table that is too wide has fewer columns, and longer lines are wrapped.
+        With `width`, a table that is too wide has fewer columns, and lines of text are wrapped.
         """
         from frostlab.flow.show import as_text
 

@@ -26,7 +26,8 @@ Views = list[list[Tensor]]
 SUMS = (  # names of the sums over each part
     "gradient", "before_clip", "weight", "update",  # squared norms
     "moved", "origin", "along",  # |weight - start|², |start|², weight·start
-    # gradient·previous, |gradient|², |previous|²: before the optimizer itself unscales or clips
+    # gradient·previous, |gradient|², |previous|²; what the optimizer's own step unscales or clips
+    # is not unscaled or clipped in these
     "agree", "energy", "former",
 )  # fmt: skip
 _MAXIMA = ("largest", "high", "low")  # max |gradient|, max weight, max -weight of a parameter
@@ -79,7 +80,7 @@ class Probe:
             torch.zeros_like(local(p), dtype=_product_dtype(local(p).dtype))
             for p in (layout.parameters if gradient_cosine else ())
         ]
-        # |gradient|² in this process; `_reduce` overwrites the view with the sum over processes
+        # |gradient|² in this process; `_reduce` puts the sum over processes into views["energy"]
         self._energy = torch.zeros_like(self.views["energy"])
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -322,7 +323,7 @@ class Totals:
             addends = numbers(
                 [[v for s in slices for v in s.views(tensors[s.parameter])] for tensors in lists]
             )
-            if not is_shard and self.group is not None:  # added once by each process
+            if not is_shard and self.group is not None:  # every process adds these same numbers
                 addends = addends / dist.get_world_size(self.group)
             total.index_add_(0, parts, addends)
         return total

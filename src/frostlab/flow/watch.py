@@ -1,4 +1,4 @@
-"""Measurement of every n-th optimizer step, in optimizer hooks or by calls of the training loop.
+"""Measurement of every n-th optimizer step, by optimizer hooks or by calls in the training loop.
 
 A measured step gives a report, with numbers for each part (all tensors of one role in one layer, or
 outside the layers). A `Probe` measures on the device, a `ReportQueue` copies the numbers to the
@@ -56,7 +56,8 @@ def watch(
         distance: measure the distance from the initial weights; keeps a copy of them.
         gradient_cosine: measure the cosine between the gradients of two successive measured steps;
             keeps a copy of the gradients.
-        dead_units: measure the fractions of dead units and of saturated activations.
+        dead_units: measure the fractions of dead units (almost 0 throughout the batch) and of
+            saturated activations (close to a bound, such as ±1 of tanh).
         attention_entropy: measure the entropy of each attention head, except inside
             nn.MultiheadAttention.
         verify: check at the end, by digests, that the frozen weights did not change.

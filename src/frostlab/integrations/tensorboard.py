@@ -40,7 +40,7 @@ from frostlab.roles.read import unwrapped
 from frostlab.text import plain, short, typed
 
 _LONGEST = 300  # maximum number of characters of a tag
-# of a histogram: the maximum number of sampled values, and the number of bins
+# the largest number of values that a histogram samples, and the number of its bins
 _MOST_SAMPLED, _BINS = 10_000, 64
 _FILES = "events.out.tfevents.*"
 _MOST_BYTES = 2**24  # largest size of an event in a file; a larger one is damaged
@@ -84,11 +84,11 @@ class TensorBoard:
         """Write a flow report: the whole gradient's norm, three values per part, and a depth ratio.
 
         The three values are the norms of gradient and update, and the update's norm relative to the
-        weights. A value that was not measured, such as a frozen part's, gets no point; a part with
-        NaN or infinity gets points as measured. The depth ratio is the gradient size of the first
-        two layers divided by that of the head, if both are known. The tag `Gradient/norm` has the
-        norm after clipping here, but the norm before clipping if `training` writes it. `at` is the
-        time of the step, by default now.
+        weights. A value that was not measured, such as a frozen part's, gets no point, and NaN is a
+        point only in a part whose numbers became NaN or infinite. The depth ratio is the gradient
+        size of the first two layers divided by that of the head, if both are known. The tag
+        `Gradient/norm` has the norm after clipping here, but the norm before clipping if `training`
+        writes it. `at` is the time of the step, by default now.
         """
         norms = [x for x in report.values["gradient"] if not math.isnan(x)]
         if norms or report.broken:
@@ -147,7 +147,7 @@ class TensorBoard:
                 self._write(summary, step, at)
 
     def training(self, event: StepEvent) -> None:
-        """Write the loss and the gradient's norm of each step, and the last step's learning rate.
+        """Write the loss and the gradient's norm of an event's steps, and the last learning rate.
 
         The norm, `Gradient/norm`, is that of the whole gradient before clipping. A step's time is
         the event's time less the durations of the later steps.
@@ -299,7 +299,7 @@ class _Histograms:
 
 
 class LiveBoard:
-    """A writer of a run's events while it runs, in a thread, so that no step waits for the disk.
+    """A thread that writes the events of a run in progress, so that no step waits for the disk.
 
     A resumed run passes the events of its earlier part, which are written again to a new file, so
     that the curves are complete and no step is there twice. Histograms are not events, so the

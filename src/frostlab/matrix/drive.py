@@ -54,7 +54,7 @@ class Ends:
 
     # finished, diverged, failed, stopped, missing, left out or waiting → number of runs
     counts: dict[str, int]
-    stopped: bool
+    stopped: bool  # whether the matrix was asked to stop
     seconds: float
 
     @property
@@ -99,9 +99,10 @@ class Prepared:
 def prepare_matrix(plan: MatrixPlan, folder: MatrixFolder) -> Prepared:
     """Merge a plan with the stored one, if there is one, and find the runs that are not done.
 
-    Runs that an earlier command planned from the same file or group, and that this one leaves out
-    (by --only or fewer --seeds), stay in the plan but are not trained. BadInput is raised if the
-    folder of a planned run holds a run of another recipe.
+    An earlier command may have planned more runs from the same file or group than this command,
+    which may have --only or fewer --seeds. The runs that this command leaves out stay in the plan
+    but are not trained. BadInput is raised if the folder of a planned run holds a run of another
+    recipe.
     """
     wanted, phases = {run.name for run in plan.runs}, {run.phase for run in plan.runs}
     if folder.has_plan():
@@ -179,7 +180,7 @@ class _Driver:
         }  # fmt: skip
         self._attempts: Counter[str] = Counter()
         self._since: dict[Path, float] = {}  # folder of a running run → when it began
-        self._written = self._looked = 0.0  # when state.json was written, and the plan looked at
+        self._written = self._looked = 0.0  # when state.json was written, and matrix.json checked
         self._last: DriverState | None = None  # the last state that was written
         self._notices = ThreadPoolExecutor(1)  # starts the command of --notify
         self._plan_time = self._modified()

@@ -106,7 +106,8 @@ def matrix_plan(
             own seed.
         settings: settings that are changed in every recipe; `scale` is one of them.
         only: ids of the recipes to run; all if it is empty.
-        stand_in: a function that replaces the missing parts of a recipe by stand-ins.
+        stand_in: a function that replaces what a recipe lacks by a stand-in, such as missing data
+            by built-in data.
         data_dir: the folder in which data sets are looked for first.
     """
     name, variants, own_seeds = _variants(source, dict(settings or {}))
@@ -119,7 +120,7 @@ def matrix_plan(
                 f"{variant.id}: train.device {variant.recipe.train.device} names one device; "
                 "use auto, and choose devices with --devices"
             )
-    marks = variants[0].recipe.marks
+    marks = variants[0].recipe.marks  # such as -tiny-stand-in; empty for a full run
     return _planned(f"{name}{marks}", source, variants, seeds or own_seeds, data_dir)
 
 

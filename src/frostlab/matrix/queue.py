@@ -16,7 +16,7 @@ from frostlab.matrix.task import Outcome, Task, disk_problem
 from frostlab.records.finding.index import LOCK
 from frostlab.storage import is_locked
 
-_POLL_SECONDS = 0.2  # how often signals and requests are looked for
+_POLL_SECONDS = 0.2  # time between two checks for signals and requests
 _DISK_SECONDS = 2.0  # wait between two attempts to write to a full or read-only disk
 _MOST_BLOCKED = 100  # most attempts at one task that fail because of a full or read-only disk
 _ATTEMPTS = 2  # a crash is retried once
@@ -46,7 +46,8 @@ class Executor(Protocol):
     def close(self, reason: Reason = "done") -> None:
         """Release what the executor holds, and end tasks that still run.
 
-        The exception is `failed` on Slurm: jobs go on, because the next driver finds them again.
+        The exception is `failed` on Slurm: jobs go on, because the same command, started again,
+        finds them.
         """
 
 

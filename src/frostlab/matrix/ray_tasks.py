@@ -38,7 +38,7 @@ _JOIN = (
     "run `ray start --address=HEAD:PORT` here first, or start frostlab on a machine of the cluster"
 )
 _ALIVE = 0  # Ray's number for the state of a live node
-_NO_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # a frame of HTTP/2 without any settings
+_NO_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # an empty SETTINGS frame of HTTP/2
 _CONNECT_SECONDS = 5.0  # how long to wait for the cluster's head
 _LOOK_SECONDS = 2.0  # time between two queries of the cluster's resources and nodes
 _SEND_SECONDS = 1.0  # time between two checks of a run's folder for changes
@@ -283,7 +283,7 @@ def _train(
 
     def follow() -> None:
         while not ended.wait(_SEND_SECONDS):
-            with suppress(Exception):  # the `send` after the run raises a problem that lasts
+            with suppress(Exception):  # if it lasts, the `send` after the run raises it
                 send()
 
     thread = threading.Thread(target=follow, daemon=True)

@@ -47,9 +47,11 @@ class OverviewRow:
     data: str
     method: str  # name of the treatment
     total_seconds: float | None = None  # mean over whole runs
-    # measured while the arms took steps in turn; if that was not done, in whole runs
+    # time of a step while the arms took steps in turn; if that was not measured, in whole runs
     step_seconds: float | None = None
-    gap: str | None = None  # effect on the metric with its interval and verdict, or `baseline`
+    # "baseline", or the difference from the baseline in the metric; a comparison adds its interval
+    # and verdict
+    gap: str | None = None
     status: str = "not run"
 
     def cells(self) -> list[str]:
@@ -206,7 +208,7 @@ def _has_problem(row: RunStatus) -> bool:
 
 
 def _table(rows: Sequence[RunStatus], width: int | None) -> tuple[list[str], list[list[str]]]:
-    """Return lines about the names of runs, and the aligned cells of a table that fits a width.
+    """Return lines about what was cut from names, and aligned cells of a table that fits a width.
 
     Empty columns are left out. If there is no room, the table lacks the speed, then the device,
     then the metric's name, and then the other columns, the last one first.

@@ -23,7 +23,7 @@ _MPS_SERVER = "nvidia-cuda-mps"  # MPS's server process, which does not count as
 
 @dataclass(frozen=True)
 class GpuUse:
-    """How a GPU is used, according to NVIDIA's driver."""
+    """How a GPU is used, according to NVML, the interface of NVIDIA's driver."""
 
     memory_used: int  # bytes, by all processes
     memory_total: int
@@ -225,7 +225,7 @@ def _visible(device: str) -> dict[str, str]:
 
 
 def described(slots: Sequence[Slot]) -> str:
-    """Describe slots in a few words."""
+    """Describe slots: "cuda:0 (7 runs at once, 5 of them training), cuda:1"."""
     return ", ".join(slot.device + _sharing(slot) for slot in slots)
 
 

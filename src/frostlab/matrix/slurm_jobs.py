@@ -183,7 +183,10 @@ class SlurmRun:
         return handle
 
     def checkpoint(self) -> Any:
-        """Return what the requeued job does: the same, from the run's last checkpoint."""
+        """Return what submitit runs in the requeued job: this function again.
+
+        The run then continues from its last checkpoint.
+        """
         submitit = require("submitit", "slurm", "--slurm")
         return submitit.helpers.DelayedSubmission(self)
 
@@ -195,8 +198,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 class SlurmJobs:
     """An executor whose tasks are jobs of Slurm.
 
-    A job that an earlier call has submitted is found again by its number, which is kept in a folder
-    next to the logs.
+    A job that an earlier command has submitted is found again by its number, which is kept in a
+    folder next to the logs.
     """
 
     def __init__(
@@ -225,16 +228,16 @@ class SlurmJobs:
         )  # fmt: skip
         self._jobs: dict[Path, str] = {}  # a run's folder → its job
         self._tasks: dict[Path, Task] = {}
-        self._undecided: list[Task] = []  # tasks that may have a job of an earlier call
+        self._undecided: list[Task] = []  # tasks that may have a job of an earlier command
         self._new: list[Task] = []  # tasks without a job
         self._accepted = False  # whether Slurm has accepted a job with these options
         self._states: dict[str, _Job] = {}
         self._looked = -_LOOK_SECONDS
         self._problem: str | None = None  # why squeue does not answer now
         self._refusal: str | None = None  # why sbatch refused the last job array
-        self._next_try = 0.0  # when jobs may be submitted, by the monotonic clock
+        self._next_try = 0.0  # no job is submitted before this time of the monotonic clock
         self._gone: dict[str, float] = {}  # job → when squeue first called it ended
-        self._known = self._stored()  # a run's name → its job, also of an earlier call
+        self._known = self._stored()  # a run's name → its job, also of an earlier command
 
     def _stored(self) -> dict[str, str]:
         try:
@@ -293,7 +296,8 @@ class SlurmJobs:
                 raise BadInput(f"--slurm: {first_line(error)}") from None
             self._next_try = time.monotonic() + _RETRY_SECONDS
             if self._refusal != (refusal := first_line(error)):
-                self._say(f"--slurm: {refusal}; {counted(len(self._new), 'runs')} to submit later")
+                runs = counted(len(self._new), "runs")
+                self._say(f"--slurm: {refusal}; submits {runs} again in {_RETRY_SECONDS:.0f} s")
             self._refusal = refusal
             return
         for task, job in zip(self._new, jobs, strict=True):
@@ -344,7 +348,9 @@ class SlurmJobs:
             if outcome is not None:
                 del self._tasks[path]
                 self._jobs.pop(path, None)
-                self._known.pop(path.name, None)  # the job may live on for a moment
+                # The job may live on for a moment; another attempt at the run must not take it for
+                # its own.
+                self._known.pop(path.name, None)
                 ended.append((task, outcome))
         return ended
 

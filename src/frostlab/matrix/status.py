@@ -36,7 +36,7 @@ _LOG_BYTES = 1 << 16  # bytes that are read from the end of a log
 class RunStatus:
     """Where one run stands; None marks unknown values."""
 
-    name: str
+    name: str  # this field and the next ones are explained in `PlannedRun`
     id: str
     phase: str
     data: str
@@ -51,7 +51,8 @@ class RunStatus:
     steps: int | None = None
     loss: float | None = None
     metric: str | None = None
-    value: float | None = None  # on the report split or, of an unfinished run, the best so far
+    # of the final evaluation, on the report split; of an unfinished run, the best so far
+    value: float | None = None
     steps_per_second: float | None = None
     seconds_left: float | None = None
     total_seconds: float | None = None
@@ -76,7 +77,7 @@ class MatrixStatus:
     """Where a matrix stands, or the runs of a folder without one."""
 
     name: str | None  # None: the folder has no matrix
-    status: str  # of the driver; "no matrix" without one
+    status: str  # the driver's, such as "running"; "not started" or, without a matrix, "no matrix"
     places: str | None  # the devices, or the cluster
     note: str | None  # why no run is started, such as a full disk
     runs: list[RunStatus]
@@ -186,7 +187,7 @@ def _with_progress(row: RunStatus, runs: Path) -> RunStatus:
 
 
 def _progress(path: Path) -> tuple[int | None, int | None, float | None, float | None]:
-    """Return a run's last step, its largest possible step, last loss and steps per second."""
+    """Return a run's last step, the most steps it may take, its last loss and steps per second."""
     from frostlab.records.events import LatestEvents  # here, because most runs have ended
     from frostlab.records.schema import ResumeEvent, StageEvent, StepEvent
 

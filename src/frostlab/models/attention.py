@@ -53,7 +53,7 @@ class Packing:
 class QKNorm(nn.Module):
     """RMSNorm of the queries and of the keys of every head, as in Qwen3.
 
-    Queries and keys each have a gain for every unit of a head; all heads share it.
+    Queries and keys each have a gain for every unit of a head; all heads share these gains.
     """
 
     def __init__(self, size: int, eps: float = QK_NORM_EPS) -> None:

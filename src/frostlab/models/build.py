@@ -361,7 +361,7 @@ _ASSUMED, _AT_MOST = " (assumed)", " at most"
 
 
 def _config_at_hand(name: str) -> tuple[str, str]:
-    """Return a name and no note; if its config is not available, its architecture and a note."""
+    """Return a model's name and ""; if its config is missing, its architecture and a note."""
     try:
         find_config(name)
     except Refused:
@@ -405,7 +405,7 @@ def _classes(recipe: Recipe) -> tuple[int, str]:
 
 
 def _without_weights(config: Any) -> nn.Module:
-    """Build a model from its config alone, by code of the model itself if the user trusts it."""
+    """Build a model from its config alone, with the model's own code if the user trusts it."""
     import transformers
 
     own = getattr(config, "auto_map", None) or {}

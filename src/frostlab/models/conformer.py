@@ -249,9 +249,10 @@ class ConvolutionBlock(nn.Module):
 
 
 class ChannelAttention(nn.Module):
-    """Squeeze-and-excitation: channel weights from the channels' means (Hu et al. 2018).
+    """Squeeze-and-excitation: weights of the features, from their means (Hu et al. 2018).
 
-    The published variant has no biases, and LeakyReLU instead of ReLU.
+    The channels of the paper are the `width` features here, not the EEG channels. The published
+    variant has no biases, and LeakyReLU instead of ReLU.
     """
 
     def __init__(self, config: ConformerConfig) -> None:
@@ -262,7 +263,7 @@ class ChannelAttention(nn.Module):
         self.excite = nn.Linear(max(1, width // 16), width, bias=bias)
 
     def weights(self, x: Tensor) -> Tensor:
-        """Return the channel weights (B, width) for (B, T, width), between 0 and 1."""
+        """Return the weights of the features, (B, width), for (B, T, width), between 0 and 1."""
         squeezed = F.leaky_relu(self.squeeze(x.mean(1)), self.slope)
         return torch.sigmoid(self.excite(squeezed))
 
@@ -271,9 +272,9 @@ class ChannelAttention(nn.Module):
 
 
 class Gate(nn.Module):
-    """A gate per channel that mixes the stack's output and input.
+    """A gate for each of the `width` features that mixes the stack's output and input.
 
-    The gate is computed from the mean of the stack's output over time.
+    The gates are computed from the mean of the stack's output over time.
     """
 
     def __init__(self, width: int, bias: float) -> None:
@@ -283,7 +284,7 @@ class Gate(nn.Module):
         nn.init.constant_(self.up.bias, bias)
 
     def opening(self, out: Tensor) -> Tensor:
-        """Return the fraction of the output in each channel: (B, 1, width), between 0 and 1."""
+        """Return the share of the stack's output in each feature: (B, 1, width), from 0 to 1."""
         return torch.sigmoid(self.up(F.relu(self.down(out.mean(1))))).unsqueeze(1)
 
     def forward(self, out: Tensor, into: Tensor) -> Tensor:
@@ -338,7 +339,8 @@ class Conformer(nn.Module):
     def forward(self, eeg: Tensor, subject: Tensor | None = None) -> Tensor:
         """Decode EEG (B, T, channels) of subjects (B,) into envelopes (B, T).
 
-        Without subjects, all are treated as unseen.
+        A negative subject is unseen: it was not in training (see `ConformerConfig.unseen`). Without
+        `subject`, all are unseen.
         """
         into = self.embed(eeg, subject)
         places = None

@@ -70,7 +70,7 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         raise BadInput(
             f"{path} is damaged, or holds more than tensors and plain values ({reason:.120})"
         ) from None
-    for key in ("state_dict", "model"):  # a training checkpoint holds its weights under this key
+    for key in ("state_dict", "model"):  # where training checkpoints hold the weights
         if isinstance(values, dict) and isinstance(values.get(key), dict):
             values = values[key]
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):

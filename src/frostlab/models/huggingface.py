@@ -165,10 +165,11 @@ def _llama(model: Decoder, special: dict[str, int | None], length: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     config = model.config
-    name, made_of, kind = "Llama", LlamaConfig, LlamaForCausalLM
+    name, config_class, model_class = "Llama", LlamaConfig, LlamaForCausalLM
     only_llama: dict[str, Any] = {"mlp_bias": False}
     if config.qk_norm:
-        name, made_of, kind, only_llama = "Qwen3", Qwen3Config, Qwen3ForCausalLM, {}
+        name, config_class, model_class = "Qwen3", Qwen3Config, Qwen3ForCausalLM
+        only_llama = {}
     for setting, value, expected in (
         ("norm", config.norm, "before"),
         ("final_norm", config.final_norm, True),
@@ -179,8 +180,8 @@ def _llama(model: Decoder, special: dict[str, int | None], length: int) -> Any:
                 f"export: {name} cannot express model.{setting} {shown}, only {wanted}; "
                 "frostlab itself can evaluate, predict and generate with this model"
             )
-    made = kind(
-        made_of(
+    made = model_class(
+        config_class(
             vocab_size=config.vocabulary,
             hidden_size=config.width,
             intermediate_size=config.hidden,

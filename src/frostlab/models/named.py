@@ -22,7 +22,7 @@ OWN_MODELS: dict[str, tuple[Any, Any]] = {  # name → model class, config class
 
 
 def find_config(name: str) -> tuple[Any, str]:
-    """Return the config of a folder, an architecture or a hub model, and its source."""
+    """Return the config of a folder, an architecture or a hub model, and where it comes from."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.utils.hub import cached_file

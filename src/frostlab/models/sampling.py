@@ -25,7 +25,8 @@ Ended = Literal["end", "length", "positions"]
 _ROWS = 64  # the most samples that are generated at once
 # sort only this many of the most probable tokens if their probabilities sum to more than top_p
 _CANDIDATES = 1024
-# exceeds the rounding error of a sum of probabilities in float64, but not in float32 (used on MPS)
+# by so much their sum must exceed top_p: more than its rounding error in float64 (on MPS, where the
+# sum is float32, the error can be larger)
 _MARGIN = 1e-9
 _LONGEST = 2**20  # the most tokens of a sample
 
@@ -236,7 +237,7 @@ class _Batch:
         ends: frozenset[int],
     ) -> None:
         self.sampling, self.ends = sampling, ends
-        self.prompts, self.numbers = prompts, numbers
+        self.prompts, self.numbers = prompts, numbers  # numbers: which samples of each prompt
         self.device = next(model.parameters()).device
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)

@@ -68,7 +68,7 @@ class Stack(ABC):
 
     @abstractmethod
     def embed(self, ids: Tensor, types: Tensor | None, packing: Packing | None) -> Tensor:
-        """Embed (B, T) tokens as (B, T, width)."""
+        """Embed (B, T) tokens as (B, T, width); `types` are token types, which only BERT has."""
 
     @abstractmethod
     def layer_arguments(self, x: Tensor, packing: Packing | None) -> dict[str, Any]:

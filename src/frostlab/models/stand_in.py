@@ -27,7 +27,7 @@ _SPLITS = ("train", "validation", "test")  # splits of the built-in data `docstr
 _HEADS = "num_attention_heads"  # key of a Hugging Face config
 # settings of text data that a stand-in shares with the missing data
 _TEXT = ("task", "length", "stride", "splits", "tune", "report", "limit", "evaluation_limit")
-_SIGNALS = ("rate", "length", "hop", "windows")
+_SIGNALS = ("rate", "length", "hop", "windows")  # the same for EEG
 
 
 @contextmanager
@@ -88,14 +88,15 @@ def _has_text(data: Named, data_dir: Path | None) -> bool:
 
 
 def _text_for(data: Named) -> dict[str, Any]:
-    """Return the settings of docstrings with the task, classes and form of a public data set."""
+    """Return settings of the built-in data `docstrings`, in the form of a public data set."""
     facts = PUBLIC_SETS[data.name]
     values = {key: getattr(data, key) for key in _TEXT}
     for key in ("tune", "report"):
         if isinstance(values[key], str) and values[key] not in _SPLITS:
             values[key] = None
     if data.splits == "honest" and values["report"] == "validation" and values["tune"] is None:
-        values["report"] = None  # the validation split of docstrings already selects checkpoints
+        # docstrings would select checkpoints on this split, so report on the default one
+        values["report"] = None
     return {
         "name": "docstrings-pairs" if len(facts.texts) > 1 else "docstrings",
         **values,

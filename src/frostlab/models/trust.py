@@ -113,7 +113,8 @@ def _file_and_class(reference: str) -> str:
 
 def check_weights(folder: Path, values: dict[str, Any]) -> None:
     """Refuse a model folder whose weights are not safetensors files inside the folder."""
-    for path in folder.glob("*.json"):  # transformers would wait for a pipe, or read a huge file
+    # transformers reads these files: it would wait forever for a pipe, and read a huge file whole
+    for path in folder.glob("*.json"):
         _check_size(path)
     first = values.get("transformers_weights")  # a config can name its weight file
     if first is not None:

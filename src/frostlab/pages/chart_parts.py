@@ -19,7 +19,7 @@ _REACH = 4.0  # how far an axis may extend beyond the points, in multiples of th
 # like `charts.label`: a long name loses its beginning, because its end says more
 _SHORT = f"length(datum.label) > {LABEL} ? '…' + slice(datum.label, {1 - LABEL}) : datum.label"
 _IS_SHOWN = "indexof(hidden_arms, datum.arm) < 0"
-NAMES = {"labelExpr": _SHORT, "labelLimit": 260}
+NAMES = {"labelExpr": _SHORT, "labelLimit": 260}  # how axes and legends show the names of arms
 
 
 _POSITIVE = ("training loss", "seconds", "ms a step")  # quantities that are not metrics
@@ -129,7 +129,7 @@ def zoom() -> Any:
 
 
 def window(points: Sequence[float], ends: Sequence[float | None], log: bool) -> tuple[float, float]:
-    """Return the range of an axis that shows all points, and the ends of intervals that are near.
+    """Return the range of an axis that shows all points, and intervals as far as `_REACH` allows.
 
     The interval of a few seeds can be so wide that nothing else would be visible.
     """

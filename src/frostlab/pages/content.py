@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,7 +25,7 @@ from frostlab.storage import read_json
 from frostlab.text import NONE, hms, number, plain, printable
 
 _MEBIBYTE = 2**20
-_LARGE_SHARE = 10.0  # a share that is at least as large is shown as a multiple
+_LARGE_SHARE = 10.0  # from here on, a share is shown as a multiple such as 12 ×, not in percent
 _SMALLEST = 0.0001  # a smaller probability is shown as "< 0.0001"
 _WORDS = frozenset({  # names of the formats that show texts; all others show numbers
     "text", "lines", "json", "list", "file name", "short digest",
@@ -84,7 +84,7 @@ def _share_text(share: float) -> str:
 
 
 def _rules(evidence: dict[str, Any]) -> Rules:
-    """Return the rules from the content of evidence.json, as `Evidence.rules` does."""
+    """Return a comparison's rules from its evidence.json, as `Evidence.rules` does."""
     spent = sum(look["spent"] for look in evidence["earlier_looks"])
     return Rules(**evidence["plan"]["rules"] | {"look": evidence["look"], "spent": spent})
 
@@ -110,7 +110,7 @@ def _bytes(value: float) -> str:
 
 
 def _clipped(runs: list[dict[str, Any]]) -> str:
-    """Show the mean share of clipped steps of the finished runs."""
+    """Show the share of steps whose gradient was clipped, a mean over the finished runs."""
     shares = [run["clipped_steps"] / run["steps"] for run in runs
               if run["status"] == "finished" and run["clipped_steps"] is not None
               and run["steps"]]  # fmt: skip
@@ -394,11 +394,6 @@ class Records:
         if value is None:
             return Cell(NONE)
         return Cell(FORMATS[format](value), file, pointer(*keys), format, alarm)
-
-    @cached_property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files that were read so far and exist."""
-        return tuple(sorted(name for name, value in self._files.items() if value is not None))
 
 
 def pointer(*keys: str | int) -> str:

@@ -160,7 +160,7 @@ def mean_points(
 
 
 def thinned(points: Sequence[dict[str, Any]], key: str, most: int = POINTS) -> list[dict[str, Any]]:
-    """Return at most `most` points: the ends, and the lowest and highest of each part between."""
+    """Return at most `most` points: the ends, and the lowest and highest `key` of parts between."""
     if len(points) <= most:
         return list(points)
     parts = max(1, (most - 2) // 2)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from frostlab.devices import runs_triton
 
-LARGEST = 31  # largest kernel size; a larger one needs more registers than a lane has
+LARGEST = 31  # largest kernel size; a larger one needs more registers than a GPU thread has
 _GRID_DEPTH = 65535  # largest size of a CUDA grid in its third dimension
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

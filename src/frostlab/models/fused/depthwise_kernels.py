@@ -1,11 +1,11 @@
 """Triton kernels of a depthwise convolution along time over (B, T, C), and of its gradients.
 
-A program is one warp with a block of channels, two per lane, and no lane needs the values of
-another. The taps (the weights of the convolution) and the sums stay in registers. Rows of the input
-are loaded one by one; each is converted to float32 once and used for all sums that need it. With 16
-output rows per program and 31 taps, a row is thus loaded by 46 / 16 = 2.9 programs on average,
-mostly from the caches, and not 31 times. The loops over rows and taps are unrolled, which takes a
-few seconds to compile.
+A row is a time step. A program is one warp with a block of channels, two per lane, and no lane
+needs the values of another. The taps (the weights of the convolution) and the sums stay in
+registers. Rows of the input are loaded one by one; each is converted to float32 once and used for
+all sums that need it. With 16 output rows per program and 31 taps, a row is thus loaded by 46 / 16
+= 2.9 programs on average, mostly from the caches, and not 31 times. The loops over rows and taps
+are unrolled, which takes a few seconds to compile.
 """
 
 # Triton cannot unpack tuples, so they are extended with +.
@@ -84,12 +84,12 @@ def _correlate(  # type: ignore[no-untyped-def]
         totals = totals + (zero,)
     for step in range(steps):
         block = first + step * rows
-        pulls = ()
+        upstream = ()
         place = gradient + begin + block * width + channel
         for t in tl.static_range(rows):
             known = inside & (block + t < length)
-            pulls = pulls + (tl.load(place + t * width, known, 0.0).to(tl.float32),)
-            total += pulls[t]
+            upstream = upstream + (tl.load(place + t * width, known, 0.0).to(tl.float32),)
+            total += upstream[t]
         place = x + begin + (block - kernel // 2) * width + channel
         for s in tl.static_range(rows + kernel - 1):
             row = block + s - kernel // 2
@@ -100,7 +100,7 @@ def _correlate(  # type: ignore[no-untyped-def]
                 if s - k < 0 or s - k >= rows:
                     added = added + (totals[k],)
                 else:
-                    added = added + (totals[k] + value * pulls[s - k],)
+                    added = added + (totals[k] + value * upstream[s - k],)
             totals = added
     part = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     place = sums + part.to(tl.int64) * (kernel + 1) * width + channel

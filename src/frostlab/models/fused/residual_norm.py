@@ -102,11 +102,11 @@ def residual_norm(
     """Return x + dropout(branch), and this sum normalised, in float32 and in autocast's dtype.
 
     Without a branch, the sum is x. Use the returned sum from then on, not x, because one kernel
-    adds the gradients of all results. `keeps`, `exact` and `low` say which of the three results, in
-    this order, the caller uses. Without `keeps`, the sum is None. If only one normalised result is
-    used, or without autocast, both are the same tensor. `weight` and `shift` are the norm's weight
-    and bias. `bias` is the bias that the branch already contains: it gets its gradient here, so the
-    branch must have been computed with `bias.detach()`.
+    adds the gradients of all results. The caller uses the sum if `keeps`, the normalised float32
+    result if `exact`, and the one in autocast's dtype if `low`. Without `keeps`, the sum is None.
+    If only one normalised result is used, or without autocast, both are the same tensor. `weight`
+    and `shift` are the norm's weight and bias. `bias` is the bias that the branch already contains:
+    it gets its gradient here, so the branch must have been computed with `bias.detach()`.
     """
     device = x.device.type
     dtype = None

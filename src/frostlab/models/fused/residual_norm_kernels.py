@@ -1,10 +1,10 @@
 """Triton kernels of a residual sum with a layer norm, forward and backward.
 
-A program holds one row at a time in registers, eight columns per lane. In the backward pass, it
-takes one row after another and adds up, in registers, its share of three gradients that are sums
-over all rows: of the norm's weight, of the norm's bias (called shift) and of the branch's bias
-(called bias). A second kernel adds the shares in a fixed order, so that the result does not depend
-on which program was faster.
+A program holds one row at a time in registers, at most eight columns per lane. In the backward
+pass, it takes one row after another and adds up, in registers, its share of three gradients that
+are sums over all rows: of the norm's weight, of the norm's bias (called shift) and of the branch's
+bias (called bias). A second kernel adds the shares in a fixed order, so that the result does not
+depend on which program was faster.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -54,7 +54,7 @@ def add_shares(shares: Tensor, sums: Sequence[Tensor]) -> None:
 
 
 def programs_down(x: Tensor, across: int, rows: int, per_processor: int) -> int:
-    """Return into how many parts to divide the rows of x, if its columns are divided into `across`.
+    """Return into how many parts to divide the rows of x, with its columns in `across` parts.
 
     A program takes one part of the rows and one of the columns. There are about `per_processor`
     programs per multiprocessor, or fewer, because no part is smaller than a block of `rows` rows.
