@@ -22,7 +22,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from frostlab.roles.copies import Unwatchable, code_holder, is_filled, kept_hooks, names_in
 
-RunsItself = Unwatchable  # one of its reasons
 # functions that write into an argument, although their names do not say so
 _WRITERS = {"batch_norm", "instance_norm"}
 

@@ -103,19 +103,20 @@ class InOwn(nn.Linear):
         return result
 
 
-@torch.jit.script
+# Functions of TorchScript without their source in Python, as in a program that was loaded. Those of
+# `torch.jit.script` and `torch.jit.trace` run uncompiled, so they are seen (test_unwatched.py).
+COMPILED = torch.jit.CompilationUnit("""
 def project(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.matmul(x, weight.t()) + bias
 
-
-@torch.jit.script
-def attend_at_once(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.matmul(torch.softmax(torch.matmul(q, k.transpose(-1, -2)), -1), v)
+""")
 
 
 class Scripted(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = project(x, self.weight, self.bias)
+        result: Tensor = COMPILED.project(x, self.weight, self.bias)
         return result
 
 
@@ -146,7 +147,7 @@ def test_a_projection_by_torchscript_is_refused(side: str) -> None:
 def test_an_attention_by_torchscript_is_refused() -> None:
     model = made()
     model.layers[1].mix = lambda self, x: together(
-        attend_at_once(apart(self.q(x)), apart(self.k(x)), apart(self.v(x)))
+        COMPILED.attend(apart(self.q(x)), apart(self.k(x)), apart(self.v(x)))
     )
     for _ in range(3):
         model(IDS)

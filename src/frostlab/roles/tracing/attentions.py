@@ -22,7 +22,6 @@ from frostlab.roles.tracing.dependence import (
     sums_along,
     touched,
 )
-from frostlab.roles.tracing.graph import SHAPES as SHAPES
 from frostlab.roles.tracing.graph import Contraction, Graph, Node, shape_at
 from frostlab.roles.tracing.passes.trace import Use
 from frostlab.roles.tracing.unreadable import refuse_unreadable

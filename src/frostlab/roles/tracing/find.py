@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from frostlab.errors import BadInput, UnknownArchitecture, first_line
+from frostlab.roles.copies import Unwatchable
 from frostlab.roles.parts import Heads, Place, Rows, Slot
 from frostlab.roles.tracing.attentions import SIDES, Attentions
 from frostlab.roles.tracing.claims import (
@@ -34,7 +35,6 @@ from frostlab.roles.tracing.passes.trace import Trace, tensors_in, traced, watch
 from frostlab.roles.tracing.siblings import Measured, Placements, compare_layers
 from frostlab.roles.tracing.surroundings import Around
 from frostlab.roles.tracing.verify import Unsteady, verify
-from frostlab.roles.undisturbed import RunsItself
 
 _LARGE = 300_000_000  # a model with more parameters is read from a small copy, if one can be built
 _SMALL = 1 << 16  # parameters of a small copy get noise if they have at most this many entries
@@ -314,7 +314,7 @@ def _first_pass(model: nn.Module, batch: Any) -> tuple[Call, Trace]:
                 differs = _parameters_used(again) != _parameters_used(trace)
                 return call, trace if differs else again
             raise TypeError("it returns no tensor that depends on its weights")
-        except RunsItself:
+        except Unwatchable:
             raise
         except Exception as error:  # a model's own code can fail in many ways
             if problem is None or len(trace.records) > len(furthest.records):

@@ -15,7 +15,7 @@ from frostlab.roles.tracing.claims import Contradiction
 from frostlab.roles.tracing.layers import Layers
 from frostlab.roles.tracing.passes.deciding import Deciding
 
-_OF_EXPERTS = {"up", "gate", "down"}
+_OF_EXPERTS = {"up", "gate", "down", "norm", "conv"}
 
 
 @dataclass(frozen=True)

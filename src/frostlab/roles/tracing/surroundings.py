@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from frostlab.roles.tracing.attentions import SHAPES, Attention
+from frostlab.roles.tracing.attentions import Attention
 from frostlab.roles.tracing.bare import Bare
 from frostlab.roles.tracing.claims import meets
 from frostlab.roles.tracing.dependence import gradients, is_plain, one_vector, output_axis
 from frostlab.roles.tracing.graph import (
+    SHAPES,
     Contraction,
     Node,
     saved_axis,
