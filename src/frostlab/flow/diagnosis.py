@@ -77,7 +77,10 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool | None:
-        """False if the run diverged or a verdict is in `UNHEALTHY`; else None before a report."""
+        """False if the run diverged or a verdict is in `UNHEALTHY`.
+
+        Otherwise True, or None if no step has been measured.
+        """
         words = {v.word for flow in self.flows.values() for v in flow.verdicts().values()}
         if self.status == "diverged" or words & set(UNHEALTHY):
             return False
@@ -289,8 +292,8 @@ class DepthRatios:
     """Gradient sizes of the first layers, the last layers and the head; NaN where unknown.
 
     `front` is the first two layers, `back` is the last two layers, `output` is the head. The size
-    of each is computed at one report, by default the last: the largest |gradient| of a tensor,
-    averaged over the tensors with a gradient.
+    of each is the largest |gradient| of a tensor at one report, averaged over the tensors with a
+    gradient; `depth_ratios` takes the last report.
 
     `weight_change` compares the range (max - min) of each front tensor at the first and the last
     report: it is the mean of |last - first| / first, without tensors whose first range is 0, and

@@ -26,8 +26,8 @@ Views = list[list[Tensor]]
 SUMS = (  # names of the sums over each part
     "gradient", "before_clip", "weight", "update",  # squared norms
     "moved", "origin", "along",  # |weight - start|², |start|², weight·start
-    # gradient·previous, |gradient|², |previous|²; what the optimizer's own step unscales or clips
-    # is not unscaled or clipped in these
+    # gradient·previous, |gradient|², |previous|², before the unscaling and clipping that the
+    # optimizer's own step does
     "agree", "energy", "former",
 )  # fmt: skip
 _MAXIMA = ("largest", "high", "low")  # max |gradient|, max weight, max -weight of a parameter

@@ -264,7 +264,7 @@ def _front_back_output(
     def in_stack(stack: str) -> list[_PlacedTensor]:
         return [t for t in tensors if t.place.stack == stack and t.place.layers and not t.is_head]
 
-    def layers(chosen: list[_PlacedTensor]) -> list[int]:  # not those without weights
+    def layers(chosen: list[_PlacedTensor]) -> list[int]:  # indices of the layers with weights
         return sorted({index for t in chosen for index in t.place.layers})
 
     first, last = in_stack(stacks[0]), in_stack(stacks[-1])

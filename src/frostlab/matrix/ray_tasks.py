@@ -283,7 +283,7 @@ def _train(
 
     def follow() -> None:
         while not ended.wait(_SEND_SECONDS):
-            with suppress(Exception):  # if it lasts, the `send` after the run raises it
+            with suppress(Exception):  # if the problem lasts, the `send` after the run raises it
                 send()
 
     thread = threading.Thread(target=follow, daemon=True)
