@@ -257,7 +257,7 @@ def save_tensors(path: Path, tensors: "dict[str, Tensor]") -> None:
 
 
 def plain_tensors(tensors: "dict[str, Tensor]", copy: bool = False) -> "dict[str, Tensor]":
-    """Return tensors as safetensors needs them: contiguous, on the CPU, no two in one memory.
+    """Return tensors as safetensors needs them: contiguous, on the CPU, each only once.
 
     With `copy`, later changes of the tensors do not change the result.
     """
@@ -416,7 +416,8 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
                     build(temporary)
                     seal(temporary)
                     signatures = _signatures(temporary)
-                # no other process writes there, so the signatures still hold after the renaming
+                # no other process writes there, so sizes and times are still these after the
+                # renaming
                 _remember(folder, signatures, time.time_ns() - _SETTLED)
     except OSError as error:
         where = "" if error.filename is None else f": {error.filename}"
@@ -476,7 +477,7 @@ def _remember(folder: Path, signatures: dict[str, list[int]], settled: int) -> N
     If a file was changed after `settled`, or the folder cannot be written, nothing is stored, and
     the next use verifies the files again.
     """
-    # the file of checksums may be newer: it is written last, and a change to it harms nothing
+    # the file of checksums is written last, so it may be newer; it holds no data to be damaged
     own = [times for name, (_, _, *times) in signatures.items() if name != SEAL]
     newest = max(map(max, own), default=0)
     if _is_large(signatures) and newest < settled:
@@ -523,7 +524,7 @@ def damaged_file(folder: Path, names: Iterable[str] | None = None) -> Path | Non
 
 
 def is_plain(folder: Path, name: str) -> bool:
-    """Return whether a name is that of a regular file inside the folder, and not of a link."""
+    """Return whether a name is that of a regular file below the folder, and not of a link."""
     with suppress(OSError, ValueError):
         path = folder / name
         inside = ".." not in Path(name).parts and not Path(name).is_absolute()

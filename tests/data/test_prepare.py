@@ -467,13 +467,13 @@ def test_a_failed_build_leaves_nothing(cache: Path) -> None:
 def test_an_unwritable_cache_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        BadInput, match=r"it cannot be built or read \(Not a directory: .*; if the cac"
+        BadInput, match=r"it cannot be built or read \(Not a directory: .*; if this disk is full"
     ):
         build_once(tmp_path / "file" / "in" / "it", lambda _: None)
 
 
 def test_a_build_without_its_input_names_the_input(cache: Path, tmp_path: Path) -> None:
-    line = rf"cannot be built or read \(No such file or directory: {tmp_path}/gone\); if the cache"
+    line = rf"cannot be built or read \(No such file or directory: {tmp_path}/gone\); if this disk"
     with pytest.raises(BadInput, match=line):
         build_once(cache / "a", lambda _: open(tmp_path / "gone").close())
 

@@ -83,7 +83,9 @@ def test_without_unseen_subjects_there_is_no_score() -> None:
     assert challenge_scores(alone)["model"].score is None
     assert challenge_scores(alone)["model"].unseen is None
     assert segments_table(alone).splitlines()[1].split()[-1] == "–"
-    with pytest.raises(BadInput, match="needs the scores of report or unseen"):
+    with pytest.raises(
+        BadInput, match="needs scores of the split `report` or of the split `unseen`"
+    ):
         segments_table({"train": SCORES["report"]})
 
 

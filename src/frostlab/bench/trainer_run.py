@@ -3,7 +3,7 @@
 The job is a folder with `job.json` and the token arrays of each split. The program trains,
 evaluates every epoch on the `tune` (validation) split, keeps the best checkpoint, evaluates its
 weights on the `report` (test) split, and writes `outcome.json` to the folder. Of frostlab, it
-imports only the models.
+uses only the models.
 """
 
 import json

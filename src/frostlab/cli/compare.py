@@ -176,8 +176,9 @@ def compare(
 
     A treatment sets or freezes some of the weights. Every arm is trained with the same
     seeds, and runs with the same seed are compared in pairs. The verdict on an arm says
-    whether it is better or worse than the baseline arm. It is confounded if the arms also
-    differ in a setting that is not compared: this setting could be the cause.
+    whether it is better or worse than the baseline arm. The verdict is confounded
+    if the arms differ in something else, such as the learning rate: that could be the
+    cause.
 
     A group has several comparisons, which are carried out one after another. To continue
     an interrupted comparison or group, run the same command again.

@@ -100,7 +100,7 @@ def stop(
     """Stop a run of a matrix, or the whole matrix, after the current step.
 
     Each run writes a checkpoint. To continue from there later, repeat the command that
-    started the matrix. A matrix that is stopped again while it stops ends at once.
+    started the matrix. A second `stop`, while the matrix is still stopping, ends it at once.
     """
     from frostlab.matrix.status import read_status
     from frostlab.matrix.store import EVERYTHING, MatrixFolder, holder_of

@@ -42,9 +42,9 @@ PerDevice = Annotated[
     typer.Option(
         "--per-device", metavar="N|auto",
         help="Number of runs that share a device; their times cannot be compared then. auto: as "
-        "many as memory and CPU cores allow, but on a GPU with CUDA MPS at most 7 (5 of them "
-        "train at a time), on a GPU without it at most 3 (1 trains at a time), on the CPU 1. "
-        "Runs that do not train at the moment load data, write results or wait.",
+        "many as memory and CPU cores allow, but at most 7 on a GPU with CUDA MPS, 3 on a GPU "
+        "without it, and 1 on the CPU. Of these, at most 5, 1 and 1 train at the same time; the "
+        "others load data, write results or wait.",
     ),
 ]  # fmt: skip
 WhenIdle = Annotated[

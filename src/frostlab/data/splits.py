@@ -222,7 +222,7 @@ def _cut(text: str, edge: int) -> int:
 def divide(
     plan: SplitPlan, surveys: dict[str, Survey], numbers: Numbers | None
 ) -> dict[str, Portion]:
-    """Return each role's portion; `numbers` are the classes of train's rows, None for language."""
+    """Return each role's portion; `numbers` has the class of each row of train, if any."""
     portions = {
         role: Portion(split, surveys[role], np.ones(len(surveys[role]), dtype=np.bool_))
         for role, split in (("train", plan.train), ("tune", plan.tune), ("report", plan.report))
@@ -361,7 +361,7 @@ class RowCounts(NamedTuple):
 def count_rows(survey: Survey, rows: Numbers, numbers: Numbers | None) -> RowCounts:
     """Count the empty, repeated and contradicting texts of some rows.
 
-    `numbers` are the classes of all rows of the survey; None for language.
+    `numbers` has the class of each row of the survey; None if the rows have no classes.
     """
     keys = survey.keys[rows]
     texts, text_of_row = np.unique(keys, return_inverse=True)

@@ -57,7 +57,9 @@ def segments_table(scores: ScoresBySplit) -> str:
     """Return a table of r on segments by decoder (mean ± std over subjects), and of the score."""
     splits = [split for split in (SEEN, UNSEEN) if split in scores]
     if not splits:
-        raise BadInput(f"a table of segments needs the scores of {SEEN} or {UNSEEN}")
+        raise BadInput(
+            f"a table of segments needs scores of the split `{SEEN}` or of the split `{UNSEEN}`"
+        )
     rows = []
     for name, decoder in challenge_scores(scores).items():
         groups = {SEEN: decoder.seen, UNSEEN: decoder.unseen}

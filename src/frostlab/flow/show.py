@@ -53,7 +53,7 @@ _ROWS = 60  # in a terminal, more parts than this are merged into layers
 
 
 def as_text(flow: "Flow", width: int | None = None) -> str:
-    """Return the last report as a table, the findings, and the values of `DepthRatios`."""
+    """Return the last report as a table, the findings, and a comparison of gradients."""
     caution = [f"caution: {flow.caution}"] if flow.caution else []
     if not flow.reports:
         return "\n".join(map(plain, [f"{flow.model}: no step has been measured yet", *caution]))
@@ -109,7 +109,7 @@ def _number(value: float) -> str:
 
 
 def flow_map_text(flow: "Flow", width: int = 100) -> str:
-    """Draw gradients and updates side by side: rows are parts or layers, columns are reports."""
+    """Draw gradients and updates side by side: by part or layer, and by report."""
     if not flow.reports:
         return plain(f"{flow.model}: no step has been measured yet")
     rows, width = rows_of(flow, _ROWS), max(width, NARROWEST)
@@ -178,7 +178,7 @@ def _level(grid: Grid, value: float) -> int:
 
 
 def _legend(gradient: Grid, ratio: Grid, width: int) -> list[str]:
-    """Return the legend: the smallest number of each shade, and the meaning of each sign."""
+    """Return the legend: the smallest numbers of shades, and the meaning of each sign."""
     lines = []
     for grid in (gradient, ratio):
         first, last = grid.power(0.0), grid.power(grid.high)

@@ -4,10 +4,10 @@ Reading collects the slots (the parameters of the unmodified model, which freezi
 looks up the role and place of each slot in the architecture's description (a table from parameter
 paths to roles, `roles/description.py`), and divides fused slots, which hold several roles in their
 rows, into one part per role. A place names the stack and layers that contain a slot. Slots have the
-names of the unmodified model, except PEFT's adapters and weights that PEFT has put out of use
-(`roles/peft_names.py`). If there is no description, a forward pass shows the roles, and a test
-checks them: this is the evidence (`roles/tracing`). A parameter without a role is an error: an
-anatomy is never partial.
+names of the unmodified model, except PEFT's adapters and the originals of modules that PEFT trains
+as copies (`roles/peft_names.py`). If there is no description, a forward pass shows the roles, and a
+test checks them; what both show is called the evidence (`roles/tracing`). A parameter without a
+role is an error: an anatomy is never partial.
 """
 
 import json
@@ -67,8 +67,8 @@ Placement = tuple[Entry | Measured, Place, Heads | None]
 def anatomy(model: nn.Module, batch: Any = None) -> Anatomy:
     """Return a model's anatomy: the role and layer of each parameter, or of its rows if fused.
 
-    If no table describes the architecture, a copy of the model runs one small forward pass, which
-    shows the weights that each head uses. The result is tested by changing weights.
+    If no table describes the architecture, a copy of the model runs small forward passes, which
+    show the weights that each head uses. The result is tested by changing weights.
 
     Args:
         batch: the arguments of that forward pass (a dict, a tuple or a tensor); default: they are
@@ -193,7 +193,7 @@ def _found(model: nn.Module, slots: Sequence[Slot], batch: Any) -> Found:
         except Exception as error:  # a model's own code can fail in many ways
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise UnknownArchitecture(f"its forward pass cannot be followed ({reason})") from error
-    state = state_digest(model, slots)  # the pass may have changed a setting of a class
+    state = state_digest(model, slots)  # the pass may have set an attribute of a class
     _FOUND[model] = (state, found)
     if batch is not None:
         _keep(_BATCHES, key, as_call(batch).copied(), _KEPT_BATCHES)

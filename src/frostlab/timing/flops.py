@@ -85,7 +85,7 @@ def _step_flops(anatomy: Anatomy, length: int, causal: bool) -> float:
         if not part.layers and part.matmul and part.kind == "weight":
             flops = 2 * part.parameters * (1 + any(learns_below.values()) + _learns(part))
             # A head as wide as the vocabulary counts for every token, other heads once per
-            # sequence. The head of an EEG model reads every time step, but is small.
+            # sequence. So does the head of an EEG model, which reads every time step but is small.
             every_token = part.role != "head" or part.shape[part.axis] == vocabulary
             total += flops if every_token else flops / length
     return total
@@ -153,10 +153,10 @@ def _is_head_norm(part: Part, layer: Layer) -> bool:
 
 
 def _input_learns(anatomy: Anatomy, stack: str) -> bool:
-    """Return whether anything below a stack's first layer is trained.
+    """Return whether anything below the first layer of a stack (encoder or decoder) is trained.
 
-    Norms outside the layers are ignored, because they may come before or after the layers, and
-    ignoring them keeps the result a bound.
+    Norms outside the layers may come before or after the layers, so they are ignored. At worst,
+    too few FLOPs are counted, and the least possible time stays a lower bound.
     """
     return any(
         _learns(part) and part.role not in ("head", "norm")
@@ -359,7 +359,7 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device, small: bool = False) -> Ceilings:
-    """Time a matmul and a copy (large, unless `small`), each by its best group of calls."""
+    """Time a large (or small) matmul and copy; of several groups of calls, the fastest counts."""
     large = runs_ahead(device)
     size = 512 if small else 8192 if large else 2048
     floats = 1 << (22 if small else 29 if large else 26)

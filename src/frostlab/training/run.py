@@ -117,8 +117,9 @@ def run(
             `runs`. If there is no run yet, begin one; refuse a finished or diverged run.
         tensorboard: a folder to which TensorBoard event files are written during the run. A run
             that is scaled or has stand-ins (see below) writes to a subfolder whose name says so.
-        scale: tiny or small: fewer examples, fewer steps and narrower layers; full: the
-            unscaled recipe; None: the scale that the recipe sets. `settings` win over the scale.
+        scale: tiny or small: fewer examples, fewer steps and, unless the model is pretrained,
+            narrower layers; full: the unscaled recipe; None: the scale that the recipe sets.
+            `settings` win over the scale.
         stand_in: use built-in data, a learned tokenizer or random weights in place of a data set, a
             tokenizer or a pretrained model that is not available.
         progress: whether to show the progress; None: on a terminal or in a notebook. A
@@ -192,7 +193,7 @@ def run(
 
 
 def _write_nothing(step: int, model: nn.Module, gradient: Gradient) -> None:
-    """Write no histograms: all processes compute the gradients, but only rank 0 writes them."""
+    """Write nothing: all ranks take part in computing histograms' gradients, and rank 0 writes."""
 
 
 def _resolve(

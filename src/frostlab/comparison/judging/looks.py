@@ -1,10 +1,10 @@
-"""Looks at results, counted over all comparisons that ask the same question.
+"""The count of looks at results, over all comparisons that ask the same question.
 
 A look is one analysis of the results. Every further look, with more seeds, another metric or other
 results, in any folder, is another chance of a false alarm. So each look spends a part of alpha,
 which is the allowed false-alarm rate (`plan.alpha_spent`). Every new look with enough seeds for a
 verdict is registered in the user's cache. Two comparisons ask the same question if they have the
-same recipe and share at least two arms (variants of the recipe); looks at either count for both.
+same recipe and share at least two arms (variants of the recipe); a look at one counts for both.
 """
 
 import json

@@ -112,7 +112,7 @@ def simulate(
     """Draw an envelope (samples,) and a head's EEG (samples, 64) in response to it."""
     from scipy import signal
 
-    # samples of speech before the recording on which its EEG depends
+    # the EEG also depends on speech before the recording: this many samples of it
     lead = round(MEMORY * rate) + len(head.response) - 1
     envelope = draw_rhythm("envelope", (lead + samples,), rate, random)
     driven = drive(envelope, rate, responses)[round(MEMORY * rate) :]

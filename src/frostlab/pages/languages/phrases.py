@@ -236,13 +236,13 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
      "with mismatched envelopes lie.",
      "灰条是随机范围：第一组与错配包络的相关有九成落在其中。",
      "灰色の帯は偶然の範囲で、最初の群と対応しない包絡との相関の九割がこの中にある。"),
-    ("{name}: the envelope of the heard speech, and what the first run of each arm shown "
-     "decoded, with mean zero and variance one, in the middle of the recording.",
+    ("{name}: the envelope of the heard speech, and the envelopes that the first runs of the arms "
+     "decoded, each with mean zero and variance one, in the middle of the recording.",
      "{name}：所听语音的包络，以及图中各组第一次运行解码的包络，均标准化为零均值、单位方差，"
      "取自录音中段。",
      "{name}：聞いた音声の包絡と、図示した各群の最初の実行が復号した包絡。平均 0、分散 1 に"
      "標準化し、録音の中ほどを示す。"),
-    ("Only the first four arms are drawn.", "只画出前四组。", "最初の四群だけを示す。"),
+    ("Only four arms are drawn.", "只画出四组。", "四群だけを示す。"),
     ("The norm of the first convolution's weights for each electrode, whose signals are "
      "standardized: how strongly the model reads it, not how much its result depends on it.",
      "第一层卷积对每个电极的权重范数（信号已标准化）：表示模型读取该电极的强度，而非结果对它的"

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from frostlab.pages.one_comparison.compared import Compared
 
 _EVIDENCE = "evidence.json"
-_ALPHA = 0.05  # 1 - confidence of the intervals of means, which belong to no verdict
-_SPREAD = 1.5  # the axis of perplexities of tuned values is logarithmic if max / min is larger
+_ALPHA = 0.05  # 1 - confidence of the intervals of means; no verdict uses them
+_SPREAD = 1.5  # while tuning: a perplexity has a logarithmic axis if max / min is larger than this
 _HEAT_ROWS, _HEAT_COLUMNS, _HEAT_ARMS = 24, 24, 8  # the most of each in the heat maps
 # Key of gradient flow in evidence.json → title. The front is the first two layers, the output the
 # model's head.
@@ -285,7 +285,7 @@ def _is_geometric(setting: TunedSetting) -> bool:
 
 
 def gradient_flow(compared: "Compared") -> list[Figure]:
-    """Draw the ratios of `_QUANTITIES` to the baseline, and a heat map for each arm."""
+    """Draw the ratios of `_QUANTITIES` to the baseline, and heat maps of the first arms."""
     return [*_flow_ratios(compared), *_heat_maps(compared)]
 
 

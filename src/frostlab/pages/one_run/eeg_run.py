@@ -29,7 +29,7 @@ from frostlab.text import plain, short
 
 DECODED, HEARD = "decoded.npz", "heard.npz"
 _CONVOLUTION = "cnn.0.conv.weight"  # the Conformer's first layer: (filters, channels, taps)
-_TRACED_ARMS = 4  # most arms whose envelopes and electrodes are drawn
+_TRACED_ARMS = 4  # envelopes and electrodes of at most this many arms are drawn
 _SECONDS = 10.0  # duration of a trace
 
 
@@ -95,8 +95,8 @@ def _subjects(folder: Path, records: Records) -> list[Block]:
 def of_arms(folder: Path, runs: Mapping[str, str]) -> list[Figure]:
     """Draw r by subject, decoded envelopes and electrodes, for one run of each arm.
 
-    `runs` maps each arm to its run's folder, relative to the comparison's folder. A run whose files
-    cannot be read is left out. Envelopes and electrodes are drawn for the first four arms only.
+    `runs` maps each arm to its run's folder, relative to the comparison's folder. Files that cannot be
+    read are left out. Envelopes and electrodes are drawn for at most four arms.
     """
     scores, envelopes, maps = {}, {}, []
     for arm, run in runs.items():
@@ -135,12 +135,12 @@ def of_arms(folder: Path, runs: Mapping[str, str]) -> list[Figure]:
             drawn = dict(list(signals.items())[:_TRACED_ARMS])
             rows = _excerpt(drawn | {"heard": heard[name]}, rate)
             caption = (
-                f"{plain(name)}, {meaning}: the envelope of the heard speech, and what the first "
-                "run of each arm shown decoded, with mean zero and variance one, in the middle of "
-                "the recording."
+                f"{plain(name)}, {meaning}: the envelope of the heard speech, and the envelopes "
+                "that the first runs of the arms decoded, each with mean zero and variance one, in "
+                "the middle of the recording."
             )
             if len(drawn) < len(signals):
-                caption += " Only the first four arms are drawn."
+                caption += " Only four arms are drawn."
             shown.append(Figure(f"trace-{_name(split)}", f"Decoded envelopes: {meaning}",
                                 draw_excerpt(rows), caption, rows, files))  # fmt: skip
     return [*shown, *maps[:_TRACED_ARMS]]

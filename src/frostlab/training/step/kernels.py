@@ -26,7 +26,7 @@ def _rows(  # type: ignore[no-untyped-def]
     """Compute the loss of one row per program; a row with a negative label has loss and gradient 0.
 
     If `writes`, also overwrite the logits with factor × gradient; if `scaled`, with `scale` times
-    that. `wide` is the number of columns with padding, which keeps loads aligned and fast. The
+    that. `wide` is the length of a row with its padding, which keeps loads aligned and fast. The
     first `held` chunks of the row are read once and stay in registers; the others are read twice.
     """
     row = tl.program_id(0).to(tl.int64)

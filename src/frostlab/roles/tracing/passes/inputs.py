@@ -30,12 +30,12 @@ from frostlab.roles.tracing.passes.facts import (
 )
 
 MOST_CALLS = 12  # most guesses that are tried
-LONGEST = 4096  # a table longer than this is not taken for one of positions
+LONGEST = 4096  # a table with more rows than this is not taken for a table of positions
 _TEXT_NAMES = ("input_ids", "idx", "ids", "tokens", "token_ids", "inputs_ids", "text")
 
 
 def candidate_inputs(model: nn.Module) -> Iterator[Call]:
-    """Offer calls of the model's forward to try in order: two samples, six tokens of text."""
+    """Offer calls of the model's forward in the order to try them; most have two samples."""
     seen: list[str] = []
     for call in _all_calls(model):
         key = _outline(call)

@@ -2,9 +2,9 @@
 
 A call is a call of a torch function, such as `linear`; each is recorded. Every time a parameter
 enters a call, it is replaced by a new tensor (an alias), so that the autograd graph distinguishes
-the uses of a shared parameter. Statistics of norms, such as a mean, are held fixed: autograd takes
-them for constants (`norms.py`). A norm over all heads would otherwise make every head depend on
-every row.
+the uses of a shared parameter. Gradients then show which rows of the weights each attention head
+depends on. A normalization over all heads would make each depend on every row, so the statistics of
+normalizations, such as a mean, are held fixed: autograd takes them for constants (`norms.py`).
 
 The pass runs on a copy of the model's modules that shares its parameters, so the model keeps its
 weights, buffers, modes and hooks. A later pass on the same inputs can be given other values for
@@ -62,7 +62,7 @@ class Record:
     result: Any = None  # of a product, projection or sum, or a norm's statistics; else None
     node: Any = None  # the graph node that made the result
     indices: Tensor | None = None  # for an embedding: the indices that were looked up
-    given: bool = False  # whether the indices are an input of the model, but not one of positions
+    given: bool = False  # whether the indices are an input of the model, other than position ids
     # which tensor among its arguments is a norm's statistic; `result` is then that tensor's value
     held: int | None = None
 
@@ -87,12 +87,13 @@ class AnotherWay(Exception):
 
 @dataclass(frozen=True)
 class Pin:
-    """The result that a call of a later pass returns."""
+    """A result of the first pass that a call of a later pass returns, or takes as an argument."""
 
     name: str  # of the function
     result: Any
     always: bool = True  # False: only if none of the call's parameters has moved
-    held: int | None = None  # not None: the call is made, with `result` as its tensor no. `held`
+    # if not None, the call runs, with its tensor argument of this number replaced by `result`
+    held: int | None = None
 
     def copy(self, history: bool = True) -> Tensor:
         """Return a copy; with `history`, it requires a gradient: torch's kernels depend on that."""
@@ -120,7 +121,7 @@ class _Watch(TorchFunctionMode):
         self.trace.norms = self._norms.owned
         self.modules: list[str] = [""]
         self.without_gradients = False  # whether some products were computed without gradients
-        self.ids: set[int] = set()  # storages of integer inputs, without positions
+        self.ids: set[int] = set()  # storages of integer inputs, except position ids
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -371,7 +372,7 @@ def traced(
 
     Args:
         moved: the id of a parameter → the tensor that replaces it.
-        pins: the number of a call → the result that it returns.
+        pins: the number of a call → its pin.
         trace: an empty trace to fill; if the pass fails, it shows how far the pass came.
     """
     floats: list[Tensor] = []
