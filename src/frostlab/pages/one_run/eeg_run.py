@@ -95,8 +95,8 @@ def _subjects(folder: Path, records: Records) -> list[Block]:
 def of_arms(folder: Path, runs: Mapping[str, str]) -> list[Figure]:
     """Draw r by subject, decoded envelopes and electrodes, for one run of each arm.
 
-    `runs` maps each arm to its run's folder, relative to the comparison's folder. Files that cannot be
-    read are left out. Envelopes and electrodes are drawn for at most four arms.
+    `runs` maps each arm to its run's folder, relative to the comparison's folder. Files that cannot
+    be read are left out. Envelopes and electrodes are drawn for at most four arms.
     """
     scores, envelopes, maps = {}, {}, []
     for arm, run in runs.items():
