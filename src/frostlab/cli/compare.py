@@ -137,8 +137,8 @@ def compare(
         bool,
         typer.Option(
             "--quick",
-            help="Only try the comparison: train short runs. Unless you set other values, use "
-            "three seeds (too few for a verdict) and 20 s to time steps.",
+            help="Only try the comparison: train short runs. Unless you set other values, "
+            "three seeds are used (too few for a verdict), and steps are timed for 20 s.",
         ),
     ] = False,
     jobs: Annotated[
