@@ -59,8 +59,8 @@ SHOWING_COST: tuple[Word, ...] = (*JUDGED, "identical")  # the interval shows wh
 NO_VALUE: tuple[Word, ...] = ("did not finish", "unproven")  # the effect is not known
 UNKNOWN = ("failed", "did not finish")  # reasons for a missing run that may not be the arm's fault
 _USUAL_GRID = 3  # if tuning tried n > 3 combinations, the false-alarm rate is multiplied by 3 / n
-_SKEW_SHARE = 0.22  # with normal noise, share of comparisons whose arms' mean skewness is notable
-_SKEW_SHARE_OF_ONE = 0.1  # the same for the skewness of one arm alone, if there are several
+_SKEW_SHARE = 0.22  # mean skewness of the arms is notable if normal noise has it in fewer cases
+_SKEW_SHARE_OF_ONE = 0.1  # the same for the skewness of one of several arms
 Values = Mapping[int, float]  # seed → value
 
 
@@ -97,7 +97,7 @@ class Statement:
     arm: str
     baseline: str
     confounds: tuple[str, ...] = ()  # settings that differ and are not compared
-    together: tuple[str, ...] = ()  # compared factors that differ, if several (`Plan.together`)
+    together: tuple[str, ...] = ()  # what differs on purpose, if several things
     unproven: str | None = None  # why the values prove nothing
     identical: bool = False  # whether both arms report the same weights for every seed
     at_chance: bool = False  # whether neither arm is shown to have learned more than chance
@@ -145,7 +145,7 @@ class Verdict:
     population: Paired | None
     skewed: float | None  # skewness of the differences, if it is high enough for a warning
     missing: dict[str, int]  # arm → how many of its paired runs have no finite value
-    together: tuple[str, ...]  # compared factors that differ, if several (`Plan.together`)
+    together: tuple[str, ...]  # what differs on purpose, if several things
     notes: tuple[str, ...] = ()
 
 

@@ -100,7 +100,7 @@ def _zoomed(chart: Any, name: str = "zoom") -> Any:
 
 
 def _small_dots(base: Any, points: Rows, colour: str) -> Any:
-    """Return the points of a curve, which show tooltips; if there are many, they are invisible."""
+    """Return the points of a curve, for their tooltips; many points are made invisible."""
     opacity = 1 if len(points) <= 60 else 0
     return base.mark_point(filled=True, size=22, opacity=opacity, color=colour)
 
