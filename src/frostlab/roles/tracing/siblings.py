@@ -136,14 +136,18 @@ def _leave_the_last(placements: Placements, slots: Mapping[str, Slot]) -> None:
 
     No attention follows the last block, so weights of that block look like a head. If the same
     weight of the other blocks comes before all attentions, the blocks are no layers but, for
-    example, a stem and a head.
+    example, a stem and a head. The same weight has the same shape or, if it is a convolution, as
+    many axes, because blocks of images often have different widths.
     """
-    roles: dict[tuple[str, tuple[int, ...]], set[str]] = {}
+    keys = {
+        name: (_of_any_block(name), slot.shape if len(slot.shape) < 3 else len(slot.shape))
+        for name, slot in slots.items()
+    }
+    roles: dict[object, set[str]] = {}
     for name, (_, place) in placements.items():
-        roles.setdefault((_of_any_block(name), slots[name].shape), set()).add(place.role)
+        roles.setdefault(keys[name], set()).add(place.role)
     for name, (measured, place) in placements.items():
-        in_blocks = roles[_of_any_block(name), slots[name].shape]
-        others = in_blocks - {"head"}
+        others = roles[keys[name]] - {"head"}
         if place.role == "head" and others and others != {"embedding"}:
             role = "other" if len(others) > 1 else next(iter(others))
             placements[name] = (measured, replace(place, role=role))

@@ -283,10 +283,10 @@ class Around(Bare):
             )
         elif contraction.kind == "convolution" and not contraction.is_projection:
             self.give(contraction, "conv" if inside else self._outer_convolution(contraction))
+        elif contraction.is_of_constants:
+            self.give(contraction, "position")
         elif contraction.kind == "convolution" and not inside and self._convolves(contraction):
             self.give(contraction, "conv")
-        elif contraction.kind == "convolution" and contraction.is_of_constants:
-            self.give(contraction, "position")
         elif inside:
             self.give(contraction, self._role_inside(contraction))
         elif not self.reaches_attention(contraction.node):
