@@ -34,7 +34,7 @@ from frostlab.roles.tracing.passes.small import Small, small_copy
 from frostlab.roles.tracing.passes.trace import Trace, tensors_in, traced, watched_copy
 from frostlab.roles.tracing.siblings import Measured, Placements, compare_layers
 from frostlab.roles.tracing.surroundings import Around
-from frostlab.roles.tracing.verify import Unsteady, verify
+from frostlab.roles.tracing.verify import Unsteady, verify, verify_rest
 
 _LARGE = 300_000_000  # a model with more parameters is read from a small copy, if one can be built
 _SMALL = 1 << 16  # parameters of a small copy get noise if they have at most this many entries
@@ -219,7 +219,16 @@ def _roles_in(
     by_name = {slot.name: slot for slot in slots}
     compare_layers(placements, unreached, by_name, layers, model)
     _refuse_without_history(graph, slots, placements, layers)
+    rest = [key for key, (slot, _) in owners.items() if _is_rest(slot, placements, findings)]
+    passes += verify_rest(model, watched, call, graph, attentions, findings, names, rest)
     return Found(placements, len(attentions.found), passes, tuple(unreached), pairs)
+
+
+def _is_rest(slot: Slot, placements: Placements, findings: Mapping[int, Finding]) -> bool:
+    """Return whether a parameter is a matrix that seems to be in no attention, network or norm."""
+    matrix = len([size for size in slot.shape if size > 1]) > 1
+    claimed = any(id(piece.parameter) in findings for piece in slot.pieces)
+    return matrix and not claimed and placements[slot.name][1].role == "other"
 
 
 def _hidden_by(graph: Graph) -> str:

@@ -6,11 +6,16 @@ whose bit is 0. In each pass, the vectors of a head (its queries, keys or values
 only if the rows of this head were moved. Rows of the same weights that belong to no head are moved
 in every pass and must change nothing. So that a change in one layer does not reach the next, chosen
 calls return the results of the first pass (pins, see `trace.py`).
+
+In one more pass, the matrices that seem to belong to no attention are moved, and no query, key or
+value may change: a weight between a projection and its attention has no gradient if what uses it
+has none, such as a comparison or a function of the user's.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,6 +47,10 @@ _SAVED = {0: "self", 1: "mat2"}
 Unit = tuple[str, int | None]  # role, number of the head
 
 
+_REST_FACTOR = -2.0  # what belongs to no attention also changes its sign, so that ReLU lets it pass
+_MOST_NAMED = 32  # weights that are moved one by one, to name the one that changed something
+
+
 class Unsteady(Contradiction):
     """A model computes something else each time that it runs."""
 
@@ -65,6 +74,67 @@ def verify(
         with suppress(AnotherWay):
             return _verify(lambda: watched_copy(model), call, graph, attentions, findings, names)
     raise Unsteady("a second pass with the same inputs computes something else than the first")
+
+
+def verify_rest(
+    model: nn.Module,
+    watched: nn.Module,
+    call: Call,
+    graph: Graph,
+    attentions: Attentions,
+    findings: Mapping[int, Finding],
+    names: Mapping[int, str],
+    rest: Collection[int],
+) -> int:
+    """Raise Contradiction if a parameter of `rest` (ids) changes a query, key or value.
+
+    Return the number of passes that were run.
+    """
+    if not rest:
+        return 0
+    pins = _pins(graph, attentions)
+    sides = [side for attention in attentions.found for side in attention.sides.values()]
+    for side in sides:  # what enters a projection of an attention may be anything
+        made = (*side.contractions, *(factor.contraction for factor in side.factors.values()))
+        for number in {graph.call(contraction.node) for contraction in made} & pins.keys():
+            pins[number] = replace(pins[number], always=True)
+
+    def test(copied: nn.Module, moved: Collection[int]) -> None:
+        values = {
+            id(p): (p.detach() + _SHIFT) * _REST_FACTOR
+            for p in copied.parameters() if id(p) in moved
+        }  # fmt: skip
+        trace = traced(copied, call, values, pins)
+        for attention in attentions.found:
+            for role, side in attention.sides.items():
+                if _changes(graph, trace, attention, side):
+                    raise Contradiction(
+                        f"the {role} of an attention changes with {names[min(moved)]}, but in a "
+                        "way that cannot be read"
+                    )
+
+    try:
+        test(watched, rest)
+    except AnotherWay:  # what the weight changes is another way through the model, or its memory
+        with suppress(AnotherWay):
+            test(watched_copy(model), rest)
+    except Contradiction:
+        for key in list(rest)[:_MOST_NAMED]:
+            with suppress(AnotherWay):
+                test(watched_copy(model), [key])
+        raise
+    return 1
+
+
+def _changes(graph: Graph, trace: Trace, attention: Attention, side: Side) -> bool:
+    """Return whether a side of an attention has other values in a second pass."""
+    node = attention.core if side.role != "value" else attention.result
+    before, again = _operand(node, node, side), _same_node(graph, trace, node)
+    after = None if again is None else _operand(again, node, side)
+    if before is None or after is None or after.shape != before.shape:
+        raise AnotherWay
+    largest = float(before.abs().max())
+    return not float((after - before).abs().max()) <= _MOVED * largest
 
 
 def _verify(
@@ -164,11 +234,11 @@ def _moved(values: Tensor, finding: Finding, moved: set[Unit]) -> Tensor:
         claimed |= mask.to(rows.device)
         if unit in moved:
             rows |= mask.to(rows.device)
-    rows |= ~claimed
     shape = [1] * values.ndim
     if values.ndim:
         shape[axis] = size
-    factor = torch.where(rows, _FACTOR, 1.0).view(shape).to(values)
+    factors = torch.where(rows, _FACTOR, 1.0).masked_fill(~claimed, _REST_FACTOR)
+    factor = factors.view(shape).to(values)
     return (values + _SHIFT * (factor - 1)) * factor
 
 
