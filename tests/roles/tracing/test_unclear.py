@@ -393,3 +393,42 @@ def test_a_learned_mask_of_torchs_attention_is_a_position(axes: int, frozen: boo
     assert roles(model)["layers.1.mask"] == ["position"]
     assert roles(model)["layers.1.whole.in_proj_weight"] == ["query", "key", "value"]
     assert not fl.anatomy(model, IDS).evidence.unreached
+
+
+# ---- weights that change a query, key or value in a way that gradients do not show ----
+
+
+def with_side(number: int, change: Callable[[Tensor], Tensor]) -> Mix:
+    """Return an attention whose query, key or value (0, 1 or 2) is changed by a function."""
+
+    def mix(layer: Layer, x: Tensor) -> Tensor:
+        sides = [layer.q(x), layer.k(x), layer.v(x)]
+        sides[number] = change(sides[number])
+        return attend(sides[0], sides[1], sides[2])
+
+    return mix
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_rows_that_a_condition_keeps_from_these_inputs_are_seen_to_matter(number: int) -> None:
+    """A row whose entries are all negative here has no gradient behind a ReLU written by hand."""
+    model = made(with_side(number, lambda t: torch.where(t > 0, t, torch.zeros_like(t))))
+    with torch.no_grad():
+        [model.layers[0].q, model.layers[0].k, model.layers[0].v][number].bias[3] = -50
+    assert "changed, although its rows" in refusal(model)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_softmax_between_projection_and_attention_is_refused(number: int) -> None:
+    side = ("query", "key")[number]
+    error = refusal(made(with_side(number, lambda t: t.softmax(-1))))
+    assert f"the {side} of an attention changes with layers.0.{'qk'[number]}.weight" in error
+
+
+def test_values_without_gradients_are_seen_to_come_from_a_weight() -> None:
+    def mix(layer: Layer, x: Tensor) -> Tensor:
+        values = apart((8 * layer.v(x)).to(torch.int8).to(x.dtype))
+        q, k = apart(layer.q(x)), apart(layer.k(x))
+        return together(F.scaled_dot_product_attention(q, k, values))
+
+    assert "the value of an attention changes with layers.0.v.weight" in refusal(made(mix))

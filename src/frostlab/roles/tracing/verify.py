@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frostlab.roles.tracing.attentions import Attention, Attentions, Side
+from frostlab.roles.tracing.attentions import SIDES, Attention, Attentions, Side
 from frostlab.roles.tracing.claims import Contradiction, Finding, is_short_convolution
 from frostlab.roles.tracing.dependence import Touched, one_vector, touched
 from frostlab.roles.tracing.graph import Graph, Node
@@ -44,6 +44,7 @@ _MOVED = 1e-4  # smallest change of a vector that has moved, relative to the sam
 _FACTOR, _SHIFT = 1.5, 0.05  # moved rows are shifted, so that zeros change, and multiplied
 # operand of a product → the name under which autograd saves it
 _SAVED = {0: "self", 1: "mat2"}
+_OPERANDS = ("_saved_self", "_saved_mat2", "_saved_query", "_saved_key", "_saved_value")
 Unit = tuple[str, int | None]  # role, number of the head
 
 
@@ -106,8 +107,8 @@ def verify_rest(
         }  # fmt: skip
         trace = traced(copied, call, values, pins)
         for attention in attentions.found:
-            for role, side in attention.sides.items():
-                if _changes(graph, trace, attention, side):
+            for role in SIDES:
+                if _changes(graph, trace, attention, role):
                     raise Contradiction(
                         f"the {role} of an attention changes with {names[min(moved)]}, but in a "
                         "way that cannot be read"
@@ -126,15 +127,25 @@ def verify_rest(
     return 1
 
 
-def _changes(graph: Graph, trace: Trace, attention: Attention, side: Side) -> bool:
+def _changes(graph: Graph, trace: Trace, attention: Attention, role: str) -> bool:
     """Return whether a side of an attention has other values in a second pass."""
-    node = attention.core if side.role != "value" else attention.result
-    before, again = _operand(node, node, side), _same_node(graph, trace, node)
-    after = None if again is None else _operand(again, node, side)
-    if before is None or after is None or after.shape != before.shape:
+    side = attention.sides.get(role)
+    node = attention.core if role != "value" else attention.result
+    again = _same_node(graph, trace, node)
+    if again is None:
         raise AnotherWay
-    largest = float(before.abs().max())
-    return not float((after - before).abs().max()) <= _MOVED * largest
+    if side is not None:
+        pairs = [(_operand(node, node, side), _operand(again, node, side))]
+    else:  # without a history, it is not known which operand the side is
+        pairs = [(getattr(node, name, None), getattr(again, name, None)) for name in _OPERANDS]
+        pairs = [(before, after) for before, after in pairs if isinstance(before, Tensor)]
+    for before, after in pairs:
+        if before is None or after is None or after.shape != before.shape:
+            raise AnotherWay
+        change = float((after.detach() - before.detach()).abs().max())
+        if not change <= _MOVED * float(before.detach().abs().max()):
+            return True
+    return False
 
 
 def _verify(
