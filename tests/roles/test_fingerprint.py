@@ -18,6 +18,19 @@ from zoo import build
 WIDTH = 16
 
 
+REVERSED = False
+
+
+class Sizes:
+    """A class that is used as settings."""
+
+    reversed = False
+
+
+def is_reversed() -> bool:
+    return REVERSED
+
+
 def mixed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value)
 
@@ -49,7 +62,7 @@ class Attention(nn.Module):
     def sides(self, x: Tensor) -> list[Tensor]:
         names = [self.settings.sides["query"], self.settings.sides["key"][0]]
         names = [names[self.order.index(name)] for name in ("first", "second")]
-        names = names[::-1] if self.swap or self.turn else names
+        names = names[::-1] if self.swap or self.turn or is_reversed() or Sizes.reversed else names
         return [getattr(self, name)(x) for name in (*names, "third")]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,6 +134,25 @@ def test_a_changed_setting_is_seen(change: Callable[[Any], None], of_the_same: b
     assert roles(model) == ("query", "key")
     model = model if of_the_same else Model()
     change(model.attention)
+    assert roles(model) == ("key", "query")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setitem(globals(), "REVERSED", True),
+        lambda patch: patch.setitem(globals(), "is_reversed", lambda: True),
+        lambda patch: patch.setattr(Sizes, "reversed", True),
+    ],
+    ids=["flag", "function", "class"],
+)
+def test_a_changed_global_of_the_users_code_is_seen(
+    change: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook, where a cell with a helper or a flag is run again."""
+    model = Model()
+    assert roles(model) == ("query", "key")
+    change(monkeypatch)
     assert roles(model) == ("key", "query")
 
 

@@ -8,6 +8,8 @@ small tensors of integers, and hooks that may change a result. The values of wei
 import hashlib
 import itertools
 import sys
+import sysconfig
+from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from functools import partial
@@ -18,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from frostlab.roles.copies import is_filled, kept_hooks
+from frostlab.roles.copies import is_filled, kept_hooks, names_in
 from frostlab.roles.parts import Slot
 
 # Modules of these packages do not count as the model's code: surgery and PEFT put them in and out.
@@ -31,8 +33,9 @@ _WITHOUT_SETTINGS = (
 )  # fmt: skip
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # parameters, hooks, mode, …
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
-_DEEPEST = 5  # levels of nested values; an object's attributes are two levels below it
+_DEEPEST = 9  # levels of nested values; an object's attributes are two levels below it
 _MOST = 1000  # entries of a sequence or dict that count
+_STDLIB = sysconfig.get_path("stdlib")
 _MOST_VALUES = 100_000  # values of a model that count
 _SMALL = 256  # tensors of integers with at most this many entries count
 # A number for each class and each function: what is defined again gets a new one.
@@ -128,6 +131,8 @@ class _Settings:
         self._alive.append(value)
         if isinstance(value, nn.Module):
             return "module", self._places.get(id(value))
+        if isinstance(value, type) and _is_users(_file_of(value)):  # may be used as settings
+            return _number(value), self._named(dict(vars(value)), depth)
         if isinstance(value, type | CodeType):
             return _number(value)
         if isinstance(value, ModuleType):
@@ -153,7 +158,16 @@ class _Settings:
 
     def _attributes(self, value: Any, depth: int) -> list[Any]:
         own = getattr(value, "__dict__", None)
-        return self._named(own, depth + 1) if isinstance(own, dict) else []
+        own = dict(own) if isinstance(own, dict) else {}
+        for name in (
+            name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())
+        ):
+            own[name] = getattr(value, name, None)
+        if isinstance(value, deque):
+            own[""] = list(value)
+        if _is_users(_file_of(type(value))):  # attributes that an object shares with its class
+            own["class"] = type(value)
+        return self._named(own, depth + 1)
 
     def _function(self, value: Any, depth: int) -> Any:
         """Return the code of a function, and the values that it has been given."""
@@ -161,6 +175,9 @@ class _Settings:
             cells = [c.cell_contents for c in value.__closure__ or () if is_filled(c)]
             given = [cells, value.__defaults__, value.__kwdefaults__]
             own = (_number(value.__code__), id(value.__globals__))
+            if _is_users(value.__code__.co_filename):
+                names = sorted({*names_in(value.__code__)} & value.__globals__.keys())
+                given.append({name: value.__globals__[name] for name in names})
             return own, [self._said(item, depth + 1) for item in given]
         parts: list[Any] = [getattr(value, "__func__", None)]
         if isinstance(value, MethodType):
@@ -172,6 +189,17 @@ class _Settings:
         said = [self._said(item, depth + 1) for item in parts]
         name = str(getattr(value, "__qualname__", ""))
         return name, _number(type(value)), said, self._attributes(value, depth)
+
+
+def _is_users(file: str) -> bool:
+    """Return whether a file, or a cell of a notebook, is not of an installed package."""
+    return bool(file) and "site-packages" not in file and not file.startswith(_STDLIB)
+
+
+def _file_of(kind: type) -> str:
+    module = sys.modules.get(kind.__module__)
+    file = str(getattr(module, "__file__", None) or "")
+    return file or ("<cell>" if kind.__module__ == "__main__" else "")
 
 
 def _numbers_in(tensor: Tensor) -> Any:
