@@ -159,10 +159,8 @@ class _Settings:
     def _attributes(self, value: Any, depth: int) -> list[Any]:
         own = getattr(value, "__dict__", None)
         own = dict(own) if isinstance(own, dict) else {}
-        for name in (
-            name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())
-        ):
-            own[name] = getattr(value, name, None)
+        slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
+        own |= {name: getattr(value, name, None) for name in slots}
         if isinstance(value, deque):
             own[""] = list(value)
         if _is_users(_file_of(type(value))):  # attributes that an object shares with its class
