@@ -215,7 +215,8 @@ NO_LIMITS = {  # they bound what is shown, computed or done at once, or an argum
     "roles.copies._MOST_SHARED", "roles.fingerprint._MOST_VALUES", "roles.refusals._MOST_PATHS",
     "roles.tracing.dependence._MOST_STARTS",
     "roles.tracing.passes.inputs.MOST_CALLS", "roles.tracing.passes.small.MOST_LAYERS",
-    "roles.tracing.verify._MOST_NAMED", "timing.flops._MOST_FLOPS_PER_BYTE", "timing.interleave.MOST_BATCHES",
+    "roles.tracing.verify._MOST_NAMED", "timing.flops._MOST_FLOPS_PER_BYTE",
+    "timing.interleave.MOST_BATCHES",
     "timing.interleave._MOST_BLOCKS",
 }  # fmt: skip
 
