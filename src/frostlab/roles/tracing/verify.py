@@ -105,7 +105,10 @@ def verify_rest(
             id(p): (p.detach() + _SHIFT) * _REST_FACTOR
             for p in copied.parameters() if id(p) in moved
         }  # fmt: skip
-        trace = traced(copied, call, values, pins)
+        try:
+            trace = traced(copied, call, values, pins)
+        except Exception as error:  # such as tokens that the moved weights cut in other places
+            raise AnotherWay from error
         for attention in attentions.found:
             for role in SIDES:
                 if _changes(graph, trace, attention, role):
