@@ -425,6 +425,20 @@ def test_a_softmax_between_projection_and_attention_is_refused(number: int) -> N
     assert f"the {side} of an attention changes with layers.0.{'qk'[number]}.weight" in error
 
 
+def test_a_softmax_behind_the_first_projection_does_not_make_it_an_embedding() -> None:
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(50, WIDTH)
+            self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            return attend(self.q(x).softmax(-1), self.k(x), self.v(x))
+
+    assert "the query of an attention changes with q.weight" in refusal(Alone().double())
+
+
 def test_values_without_gradients_are_seen_to_come_from_a_weight() -> None:
     def mix(layer: Layer, x: Tensor) -> Tensor:
         values = apart((8 * layer.v(x)).to(torch.int8).to(x.dtype))

@@ -219,7 +219,12 @@ def _roles_in(
     by_name = {slot.name: slot for slot in slots}
     compare_layers(placements, unreached, by_name, layers, model)
     _refuse_without_history(graph, slots, placements, layers)
-    rest = [key for key, (slot, _) in owners.items() if _is_rest(slot, placements, findings)]
+    uses = trace.uses.values()
+    looked_up = {use.parameter for use in uses if trace.records[use.call].name == "embedding"}
+    rest = [
+        key for key, (slot, _) in owners.items()
+        if key not in looked_up and _is_rest(slot, placements, findings)
+    ]  # fmt: skip
     passes += verify_rest(model, watched, call, graph, attentions, findings, names, rest)
     return Found(placements, len(attentions.found), passes, tuple(unreached), pairs)
 
@@ -228,7 +233,7 @@ def _is_rest(slot: Slot, placements: Placements, findings: Mapping[int, Finding]
     """Return whether a parameter is a matrix that seems to be in no attention, network or norm."""
     matrix = len([size for size in slot.shape if size > 1]) > 1
     claimed = any(id(piece.parameter) in findings for piece in slot.pieces)
-    return matrix and not claimed and placements[slot.name][1].role == "other"
+    return matrix and not claimed and placements[slot.name][1].role in ("other", "embedding")
 
 
 def _hidden_by(graph: Graph) -> str:
