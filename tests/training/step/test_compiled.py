@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import frostlab as fl
 from frostlab.models.stack import take_apart
-from frostlab.training.step.compiled import join_linears, joining_backend, partly_frozen_linear
+from frostlab.training.step.compiled import joining_backend
+from frostlab.training.step.joining import join_linears, partly_frozen_linear
 from frostlab.training.step.optimizer import Bf16Copies
 from packed import build, exactly
 

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import fused_stand_ins
+from frostlab.models.fused import joined_attention
 from frostlab.models.fused.gelu import gelu, gelu_of
 from frostlab.models.fused.residual_norm import add_and_norm, keep_and_norm, residual_norm
 from frostlab.models.gpt import GPTBlock, GPTConfig
-from frostlab.training.step.compiled import join_linears
-from frostlab.training.step.fusion import fuse_gelus, fuse_norms
+from frostlab.training.step.fusion import fuse_attention, fuse_gelus, fuse_norms
+from frostlab.training.step.joining import join_linears
 
 HALF = torch.bfloat16
+WIDTH = 64
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 
 
@@ -34,6 +36,10 @@ class Fused:
         fuse_norms(module.graph)
         fuse_gelus(module.graph)
         join_linears(module.graph)
+        fuse_attention(module.graph)
+        for node in module.graph.nodes:  # what is not fused gets masks of the same kind
+            if node.target is F.dropout:
+                node.target = fused_stand_ins.seeded_dropout
         module.recompile()
         self.calls += [node.target for node in module.graph.nodes if node.op == "call_function"]
         compiled: Callable[..., Any] = aot_autograd(fw_compiler=nop, bw_compiler=nop)(
@@ -45,6 +51,7 @@ class Fused:
 @pytest.fixture(autouse=True)
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     fused_stand_ins.use(monkeypatch)
+    monkeypatch.setattr(joined_attention, "_DTYPES", (torch.float32, HALF))
     torch._dynamo.reset()
 
 
@@ -52,13 +59,13 @@ def bert() -> tuple[nn.Module, tuple[Any, ...]]:
     from transformers import BertConfig
     from transformers.models.bert.modeling_bert import BertLayer
 
-    config = BertConfig(hidden_size=32, num_attention_heads=4, intermediate_size=64)
+    config = BertConfig(hidden_size=WIDTH, num_attention_heads=4, intermediate_size=64)
     config._attn_implementation = "sdpa"
     return BertLayer(config), ()
 
 
 def gpt() -> tuple[nn.Module, tuple[Any, ...]]:
-    return GPTBlock(GPTConfig(width=32, heads=4, hidden=64, dropout=0.3)), (None,)
+    return GPTBlock(GPTConfig(width=WIDTH, heads=4, hidden=64, dropout=0.3)), (None,)
 
 
 def outcome(
@@ -78,6 +85,16 @@ def outcome(
     return found | {n: g for n, g in named if g is not None}
 
 
+def eager_outcome(
+    layer: nn.Module, x: Tensor, arguments: tuple[Any, ...], precision: torch.dtype
+) -> dict[str, Tensor]:
+    """The outcome of a copy of the layer, with dropout masks drawn as in the fused operations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "dropout", fused_stand_ins.seeded_dropout)
+        patch.setattr(F, "scaled_dot_product_attention", fused_stand_ins.seeded_attention)
+        return outcome(copy.deepcopy(layer), x, arguments, precision)
+
+
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], limit: float) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -91,18 +108,36 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], limit: floa
 def test_a_fused_layer_is_the_same_function(
     make: Callable[[], tuple[nn.Module, tuple[Any, ...]]], precision: torch.dtype, training: bool
 ) -> None:
-    """With the same dropout masks: the sums are fused with their dropouts, in the same order."""
+    """With the same seeds of dropout, which the fused operations draw in the same order."""
     torch.manual_seed(0)
     layer, arguments = make()
     layer.train(training)
-    x, backend = torch.randn(2, 6, 32), Fused()
-    wanted = outcome(copy.deepcopy(layer), x, arguments, precision)
+    x, backend = torch.randn(2, 6, WIDTH), Fused()
+    wanted = eager_outcome(layer, x, arguments, precision)
     layer.compile(backend=backend)
     found = outcome(layer, x, arguments, precision)
     assert_same(found, wanted, 3e-2 if precision == HALF else 1e-5)
     assert backend.calls.count(residual_norm) == 2
     assert backend.calls.count(gelu) == (precision == HALF)
+    assert backend.calls.count(joined_attention.attend) == 1
     assert F.layer_norm not in backend.calls
+
+
+@pytest.mark.parametrize("frozen", ["query key", "key", "value", "query key value"])
+@pytest.mark.parametrize("precision", [torch.float32, HALF], ids=["float32", "bf16"])
+def test_attention_with_frozen_projections_is_the_same_function(
+    frozen: str, precision: torch.dtype
+) -> None:
+    """The frozen rows come first in the joined product, so the columns are in another order."""
+    torch.manual_seed(0)
+    layer, _ = bert()
+    for name, p in layer.named_parameters():
+        p.requires_grad_(not any(f".{word}." in name for word in frozen.split()))
+    x, backend = torch.randn(2, 6, WIDTH), Fused()
+    wanted = eager_outcome(layer, x, (), precision)
+    layer.compile(backend=backend)
+    assert_same(outcome(layer, x, (), precision), wanted, 3e-2 if precision == HALF else 1e-5)
+    assert backend.calls.count(joined_attention.attend) == 1
 
 
 class Counted(nn.Module):
@@ -148,7 +183,7 @@ class WrittenTo(nn.Module):
 def test_what_a_rewrite_could_break_stays(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     layer, x = make(), torch.randn(3, 8)
-    wanted = outcome(copy.deepcopy(layer), x, (), torch.float32)
+    wanted = eager_outcome(layer, x, (), torch.float32)
     layer.compile(backend=Fused())
     assert_same(outcome(layer, x, (), torch.float32), wanted, 1e-5)
     assert [int(steps) for steps in layer.buffers()] in ([], [1])
@@ -161,8 +196,8 @@ def test_operations_outside_a_compiler_are_the_same_functions(
     torch.manual_seed(0)
     block, (mask,) = gpt()
     block.train()
-    x = torch.randn(2, 6, 32)
-    wanted = outcome(copy.deepcopy(block), x, (mask,), HALF)
+    x = torch.randn(2, 6, WIDTH)
+    wanted = eager_outcome(block, x, (mask,), HALF)
     seen = []
 
     class AsOnCuda(Tensor):
@@ -186,6 +221,6 @@ def test_operations_outside_a_compiler_are_the_same_functions(
             )
         else:
             monkeypatch.setattr(owner, called(function))
-    found = outcome(block, x, (mask,), HALF)
+    found = eager_outcome(block, x, (mask,), HALF)
     assert_same(found, wanted, 3e-2)
     assert len(seen) == 3

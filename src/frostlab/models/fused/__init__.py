@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -16,3 +17,8 @@ def chosen(
     the first call of an operator imports torch's compiler, which takes a second.
     """
     return function if type(x) in (Tensor, nn.Parameter) else operation
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """Draw a kernel's seed from torch's generator; in a CUDA graph, every replay draws another."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), device=device)

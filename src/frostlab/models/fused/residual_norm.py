@@ -140,17 +140,16 @@ class _ResidualNorm(torch.autograd.Function):
         ctx.branch_dtype = None if branch is None else branch.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.keeps, ctx.exact, ctx.low = keeps, exact, low is not None
-        ctx.factor, ctx.shifts, mask = 1 / (1 - dropout), shift is not None, None
-        if branch is not None and dropout:
-            branch, mask = torch.native_dropout(branch, dropout, True)
+        ctx.dropout, ctx.shifts = dropout, shift is not None
+        seed = fused.draw_seed(x.device) if branch is not None and dropout else None
         writes_sum = keeps and branch is not None
         total, full, half, means, scales = fused.chosen(normalise, _NORMALISE, x)(
-            x, branch, weight, shift, eps, writes_sum, exact, low
+            x, branch, weight, shift, seed, dropout, eps, writes_sum, exact, low
         )
         if writes_sum:
-            ctx.save_for_backward(total, None, weight, means, scales, mask)
+            ctx.save_for_backward(total, None, weight, seed, means, scales)
         else:
-            ctx.save_for_backward(x, branch, weight, means, scales, mask)
+            ctx.save_for_backward(x, branch, weight, seed, means, scales)
         outputs = [total if writes_sum else x] if keeps else []
         outputs += [full] if exact else []
         outputs += [half] if low is not None else []
@@ -162,10 +161,10 @@ class _ResidualNorm(torch.autograd.Function):
         by_total = rest.pop(0) if ctx.keeps else None
         by_exact = rest.pop(0) if ctx.exact else None
         by_low = rest.pop(0) if ctx.low else None
-        x, branch, weight, means, scales, mask = ctx.saved_tensors
+        x, branch, weight, seed, means, scales = ctx.saved_tensors
         operation = fused.chosen(differentiate, _DIFFERENTIATE, x)
         by_x, by_branch, by_weight, by_shift, by_bias = operation(
-            x, branch, weight, means, scales, by_total, by_exact, by_low, mask, ctx.factor,
+            x, branch, weight, seed, ctx.dropout, means, scales, by_total, by_exact, by_low,
             ctx.branch_dtype, ctx.bias_dtype or torch.float32,
         )  # fmt: skip
         return (
@@ -183,6 +182,8 @@ def normalise(
     branch: Tensor | None,
     weight: Tensor,
     shift: Tensor | None,
+    seed: Tensor | None,
+    dropout: float,
     eps: float,
     keeps: bool,
     exact: bool,
@@ -192,20 +193,22 @@ def normalise(
     from frostlab.models.fused import residual_norm_kernels as kernels
 
     branch = None if branch is None else branch.contiguous()
-    return kernels.normalise(x.contiguous(), branch, weight, shift, eps, keeps, exact, low)
+    return kernels.normalise(
+        x.contiguous(), branch, weight, shift, seed, dropout, eps, keeps, exact, low
+    )
 
 
 def differentiate(
     x: Tensor,
     branch: Tensor | None,
     weight: Tensor,
+    seed: Tensor | None,
+    dropout: float,
     means: Tensor,
     scales: Tensor,
     by_total: Tensor | None,
     by_exact: Tensor | None,
     by_low: Tensor | None,
-    mask: Tensor | None,
-    factor: float,
     branch_dtype: torch.dtype | None,
     bias_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -214,11 +217,11 @@ def differentiate(
 
     optional = [
         None if tensor is None else tensor.contiguous()
-        for tensor in (branch, by_total, by_exact, by_low, mask)
+        for tensor in (branch, by_total, by_exact, by_low)
     ]
-    branch, by_total, by_exact, by_low, mask = optional
+    branch, by_total, by_exact, by_low = optional
     return kernels.differentiate(
-        x.contiguous(), branch, weight, means, scales, by_total, by_exact, by_low, mask, factor,
+        x.contiguous(), branch, weight, seed, dropout, means, scales, by_total, by_exact, by_low,
         branch_dtype, bias_dtype,
     )  # fmt: skip
 
@@ -235,6 +238,8 @@ def _(
     branch: Tensor | None,
     weight: Tensor,
     shift: Tensor | None,
+    seed: Tensor | None,
+    dropout: float,
     eps: float,
     keeps: bool,
     exact: bool,
@@ -252,8 +257,8 @@ def _(
 
 @_DIFFERENTIATE.register_fake
 def _(
-    x: Tensor, branch: Any, weight: Tensor, means: Any, scales: Any, by_total: Any, by_exact: Any,
-    by_low: Any, mask: Any, factor: float, branch_dtype: torch.dtype | None,
+    x: Tensor, branch: Any, weight: Tensor, seed: Any, dropout: float, means: Any, scales: Any,
+    by_total: Any, by_exact: Any, by_low: Any, branch_dtype: torch.dtype | None,
     bias_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     width, branches = x.shape[-1], branch_dtype is not None

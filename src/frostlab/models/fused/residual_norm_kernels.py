@@ -15,18 +15,22 @@ import triton.language as tl
 from torch import Tensor
 
 from frostlab.devices import multiprocessors
+from frostlab.models.fused.dropout_kernels import dropped_out, keys_of, threshold_of
 from frostlab.models.fused.sum_kernels import add_shares
 
-_WARPS = 16  # of the backward pass per multiprocessor: 8 to 32 were tried on an H200
+# Of the backward pass: warps per multiprocessor, and rows in a program's memory at once. 8 to 32
+# warps and 1 to 4 rows were tried on an H200.
+_WARPS, _STAGES = 8, 4
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward(
-    x, branch, weight, shift, total, exact, low, means, scales, eps,
-    width: tl.constexpr, adds: tl.constexpr, keeps: tl.constexpr, shifts: tl.constexpr,
-    writes_exact: tl.constexpr, writes_low: tl.constexpr, block: tl.constexpr,
+    x, branch, weight, shift, seed, total, exact, low, means, scales, eps,
+    width: tl.constexpr, adds: tl.constexpr, threshold: tl.constexpr, keeps: tl.constexpr,
+    shifts: tl.constexpr, writes_exact: tl.constexpr, writes_low: tl.constexpr,
+    block: tl.constexpr,
 ):  # fmt: skip
-    """Normalise a row of x or x + branch; write the result, and the row's mean and scale.
+    """Normalise a row of x or x + dropout(branch); write the result, and the row's mean and scale.
 
     The scale is 1 / standard deviation.
     """
@@ -36,7 +40,11 @@ def _forward(
     place = row.to(tl.int64) * width + column
     value = tl.load(x + place, inside, 0.0).to(tl.float32)
     if adds:
-        value += tl.load(branch + place, inside, 0.0).to(tl.float32)
+        added = tl.load(branch + place, inside, 0.0).to(tl.float32)
+        if threshold > 0:
+            first, second = keys_of(seed, row)
+            added = dropped_out(added, first, second, column, threshold)
+        value += added
     if keeps:
         tl.store(total + place, value.to(total.dtype.element_ty), inside)
     mean = tl.sum(value, 0) / width
@@ -53,18 +61,24 @@ def _forward(
     tl.store(scales + row, scale)
 
 
+@triton.jit
+def _add_pairs(first, second, other_first, other_second):
+    return first + other_first, second + other_second
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward(
-    x, branch, weight, means, scales, by_total, by_exact, by_low, mask, by_x, by_branch, shares,
-    count, factor,
-    width: tl.constexpr, adds: tl.constexpr, has_total: tl.constexpr, has_exact: tl.constexpr,
-    has_low: tl.constexpr, drops: tl.constexpr, branches: tl.constexpr, block: tl.constexpr,
+    x, branch, weight, seed, means, scales, by_total, by_exact, by_low, by_x, by_branch, shares,
+    count,
+    width: tl.constexpr, adds: tl.constexpr, threshold: tl.constexpr, has_total: tl.constexpr,
+    has_exact: tl.constexpr, has_low: tl.constexpr, branches: tl.constexpr, block: tl.constexpr,
+    stages: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of x and of the branch; add up those of weight, shift and bias.
 
     `by_total` is the gradient of the sum, `by_exact` and `by_low` are the gradients of the two
     normalised results (in float32 and in autocast's dtype). `by_branch` is the gradient of the
-    branch before dropout, so it is multiplied by the dropout's mask and by `factor`, 1 / (1 − p).
+    branch before its dropout. Without `adds`, x already is the sum.
     """
     column = tl.arange(0, block)
     inside = column < width
@@ -73,11 +87,17 @@ def _backward(
     shift_sum = tl.zeros((block,), tl.float32)
     bias_sum = tl.zeros((block,), tl.float32)
     stride = tl.full((), width, tl.int64)
-    for row in range(tl.program_id(0), count, tl.num_programs(0)):
+    for row in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=stages):
         place = row * stride + column
         value = tl.load(x + place, inside, 0.0).to(tl.float32)
+        first, second = 0, 0
+        if threshold > 0:
+            first, second = keys_of(seed, row)
         if adds:
-            value += tl.load(branch + place, inside, 0.0).to(tl.float32)
+            added = tl.load(branch + place, inside, 0.0).to(tl.float32)
+            if threshold > 0:
+                added = dropped_out(added, first, second, column, threshold)
+            value += added
         upstream = tl.zeros((block,), tl.float32)
         if has_exact:
             upstream += tl.load(by_exact + place, inside, 0.0).to(tl.float32)
@@ -86,20 +106,18 @@ def _backward(
         scale = tl.load(scales + row)
         normal = (value - tl.load(means + row)) * scale
         scaled = upstream * gain  # 0 outside the row
-        along = tl.sum(scaled * normal, 0) / width
-        level = tl.sum(scaled, 0) / width
+        along, level = tl.reduce((scaled * normal, scaled), 0, _add_pairs)
         weight_sum += upstream * normal
         shift_sum += upstream
-        gradient = (scaled - level - normal * along) * scale
+        gradient = (scaled - (level + normal * along) / width) * scale
         if has_total:
             gradient += tl.load(by_total + place, inside, 0.0).to(tl.float32)
         tl.store(by_x + place, gradient.to(by_x.dtype.element_ty), inside)
         if branches:
-            if drops:
-                gradient *= factor * tl.load(mask + place, inside, 0).to(tl.float32)
-            gradient = gradient.to(by_branch.dtype.element_ty)
-            tl.store(by_branch + place, gradient, inside)
-            bias_sum += gradient.to(tl.float32)
+            if threshold > 0:
+                gradient = dropped_out(gradient, first, second, column, threshold)
+            tl.store(by_branch + place, gradient.to(by_branch.dtype.element_ty), inside)
+            bias_sum += gradient
     start = shares + tl.program_id(0) * 3 * width + column
     tl.store(start, weight_sum, inside)
     tl.store(start + width, shift_sum, inside)
@@ -118,12 +136,14 @@ def normalise(
     branch: Tensor | None,
     weight: Tensor,
     shift: Tensor | None,
+    seed: Tensor | None,
+    dropout: float,
     eps: float,
     keeps: bool,
     exact: bool,
     low: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Normalise contiguous rows of x, or of x + branch.
+    """Normalise contiguous rows of x, or of x + dropout(branch).
 
     Return the sum (empty unless `keeps`), the normalised rows in float32 (empty unless `exact`) and
     in the dtype `low` (empty if None), and each row's mean and scale (1 / standard deviation).
@@ -137,8 +157,9 @@ def normalise(
     scales = torch.empty_like(means)
     if count:
         _forward[(count,)](
-            x, branch, weight, shift, total, full, half, means, scales, eps,
-            width=width, adds=branch is not None, keeps=keeps, shifts=shift is not None,
+            x, branch, weight, shift, seed, total, full, half, means, scales, eps, width=width,
+            adds=branch is not None, threshold=threshold_of(dropout), keeps=keeps,
+            shifts=shift is not None,
             writes_exact=exact, writes_low=low is not None, **_tile(width),
         )  # fmt: skip
     return total, full, half, means, scales
@@ -148,13 +169,13 @@ def differentiate(
     x: Tensor,
     branch: Tensor | None,
     weight: Tensor,
+    seed: Tensor | None,
+    dropout: float,
     means: Tensor,
     scales: Tensor,
     by_total: Tensor | None,
     by_exact: Tensor | None,
     by_low: Tensor | None,
-    mask: Tensor | None,
-    factor: float,
     branch_dtype: torch.dtype | None,
     bias_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -179,11 +200,11 @@ def differentiate(
     programs = min(max(1, _WARPS // tile["num_warps"]) * processors, count)
     shares = x.new_empty(programs, 3, width, dtype=torch.float32)
     _backward[(programs,)](
-        x, branch, weight, means, scales, by_total, by_exact, by_low, mask, by_x, by_branch,
-        shares, count, factor,
-        width=width, adds=branch is not None, has_total=by_total is not None,
-        has_exact=by_exact is not None, has_low=by_low is not None, drops=mask is not None,
-        branches=branches, **tile,
+        x, branch, weight, seed, means, scales, by_total, by_exact, by_low, by_x, by_branch,
+        shares, count,
+        width=width, adds=branch is not None, threshold=threshold_of(dropout),
+        has_total=by_total is not None, has_exact=by_exact is not None,
+        has_low=by_low is not None, branches=branches, stages=_STAGES, **tile,
     )  # fmt: skip
     add_shares(shares, sums)
     return by_x, by_branch, sums[0], sums[1], by_bias

@@ -1,4 +1,4 @@
-"""Rewrites of a layer's graph: residual sums with their norms, and GELU, become fused operations.
+"""Rewrites of a layer's graph: attention, residual sums with norms, and GELU are fused.
 
 The compiler takes several kernels for the backward pass of a norm, because its sums run along rows
 and along columns; `frostlab.models.fused.residual_norm` takes two for a dropout, a sum and a norm.
@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from frostlab.models.fused import gelu
+from frostlab.models.fused import gelu, joined_attention
 from frostlab.models.fused.residual_norm import fits, residual_norm
+from frostlab.training.step.joining import partly_frozen_linear, writes_in_place
 
 _SUMS = (operator.add, torch.add)
 
@@ -33,6 +34,22 @@ class _Norm:
     branch: Node | None = None  # the other term of the sum, before its dropout
     dropped: Node | None = None  # the branch after its dropout, if it has one
     dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """An attention in a graph whose queries, keys and values are columns of one linear map."""
+
+    joined: Node  # the map's output, (B, T, 3 · width)
+    starts: list[int]  # the first columns of queries, keys and values
+    size: int  # columns of a head
+    scale: float
+    dropout: float
+    causal: bool
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        return self.starts, self.size, self.scale, self.dropout, self.causal
 
 
 def fuse_norms(graph: Graph) -> None:
@@ -61,6 +78,93 @@ def fuse_gelus(graph: Graph) -> None:
             node.replace_all_uses_with(fused)
             graph.erase_node(node)
     graph.lint()
+
+
+def fuse_attention(graph: Graph) -> None:
+    """Replace attention over the columns of one linear map's output by a fused operation.
+
+    The map may be one that `join_linears` has made.
+    """
+    for node in list(graph.nodes):
+        found = _as_attention(node)
+        if found is not None:
+            _replace_attention(graph, node, found)
+    graph.lint()
+
+
+def _as_attention(node: Node) -> _Attention | None:
+    """Return a node as an attention that the kernels support; None for every other node."""
+    if node.op != "call_function" or node.target is not F.scaled_dot_product_attention:
+        return None
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False}
+    given |= dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    dropout, scale = given["dropout_p"], given.get("scale")
+    if given["attn_mask"] is not None or given.get("enable_gqa") or not 0 <= dropout < 1:
+        return None
+    _, heads, length, size = _value(node).shape
+    if not joined_attention.fits(_value(node).dtype, length, size):
+        return None
+    columns = [_columns_of(given[name]) for name in names[:3]]
+    width, (joined, _, total) = heads * size, columns[0] or (node, 0, 0)
+    starts = [start for other, start, _ in filter(None, columns) if other is joined]
+    if sorted(starts) != [0, width, 2 * width] or total != 3 * width:
+        return None
+    scale = size**-0.5 if scale is None else float(scale)
+    return _Attention(joined, starts, size, scale, float(dropout), bool(given["is_causal"]))
+
+
+def _columns_of(heads: Node) -> tuple[Node, int, int] | None:
+    """Find the linear map of which a node (B, heads, T, size) is a view.
+
+    Return the map's output (B, T, columns), the view's first column, and the number of columns. The
+    view must have the columns of a head, and the heads, side by side; None if there is no such map.
+    """
+    value, found, node = _value(heads), None, heads
+    batch, _, length, size = value.shape
+    while node.args and isinstance(node.args[0], Node):
+        node = node.args[0]
+        known = node.meta.get("example_value")
+        first = known[0] if isinstance(known, tuple | list) else known
+        if not isinstance(first, Tensor) or not _share_memory(first, value):
+            break
+        if first is known and known.dim() == 3 and known.shape[:2] == (batch, length):
+            found = node
+    if found is None or not _value(found).is_contiguous():
+        return None
+    source = _value(found)
+    width = source.shape[-1]
+    if value.stride() != (length * width, size, width, 1):
+        return None
+    start = int(value.storage_offset()) - int(source.storage_offset())
+    joined, offset, total = found.meta.get("columns", (found, 0, width))
+    return joined, offset + start, total
+
+
+def _share_memory(first: Tensor, second: Tensor) -> bool:
+    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
+
+
+def _replace_attention(graph: Graph, node: Node, found: _Attention) -> None:
+    with graph.inserting_before(node):
+        fused = graph.call_function(joined_attention.attend, (found.joined, None, *found.settings))
+        mixed = graph.call_method("transpose", (fused, 1, 2))
+    fused.meta["example_value"] = _value(node).transpose(1, 2)
+    mixed.meta["example_value"] = _value(node)
+    node.replace_all_uses_with(mixed)
+    _erase_unused(graph, node)
+    linear = found.joined
+    if linear.target in (F.linear, partly_frozen_linear) and len(linear.users) == 1:
+        fused.update_arg(1, _detach_bias(graph, linear))
+
+
+def _erase_unused(graph: Graph, node: Node) -> None:
+    """Erase a node that has no users, and then all of its inputs that have no other users."""
+    inputs = node.all_input_nodes
+    graph.erase_node(node)
+    for other in inputs:
+        if not other.users and other.op != "placeholder":
+            _erase_unused(graph, other)
 
 
 def _as_norm(node: Node) -> _Norm | None:
@@ -107,19 +211,6 @@ def _can_move(first: Node, total: Node, norm: Node) -> bool:
             return False
         node = node.next
     return True
-
-
-# In-place operators such as iadd; other names that begin with i, such as index, do no harm.
-_IN_PLACE = {"setitem", *(name for name in dir(operator) if name[:1] == "i")}
-
-
-def writes_in_place(node: Node) -> bool:
-    """Return whether a node may change a tensor in place."""
-    if node.op == "call_method":
-        return str(node.target).endswith("_")
-    name = getattr(node.target, "__name__", "")
-    writes = name.endswith("_") or name in _IN_PLACE or bool({"out", "inplace"} & set(node.kwargs))
-    return node.op == "call_function" and writes
 
 
 def _value(node: Node) -> Tensor:
@@ -192,11 +283,19 @@ def _detach_bias(graph: Graph, linear: Node) -> Node | None:
 
     Return the bias, or None if there is none or it does not learn.
     """
-    learning = linear.args[2] if len(linear.args) > 2 else linear.kwargs.get("bias")
-    if not isinstance(learning, Node) or not _value(learning).requires_grad:
+    place = 2 if linear.target is F.linear else 4  # a partly frozen map's second bias learns
+    learning = linear.args[place] if len(linear.args) > place else linear.kwargs.get("bias")
+    if not isinstance(learning, Node) or not _learns(learning):
         return None
     with graph.inserting_before(linear):
         detached = graph.call_method("detach", (learning,))
+    if "example_value" in learning.meta:
         detached.meta["example_value"] = _value(learning).detach()
     linear.replace_input_with(learning, detached)
     return learning
+
+
+def _learns(bias: Node) -> bool:
+    """Return whether a bias, or the biases that `join_linears` concatenated, are trainable."""
+    parts = bias.all_input_nodes if bias.target is torch.cat else [bias]
+    return any(_value(part).requires_grad for part in parts)

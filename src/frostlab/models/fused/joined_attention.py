@@ -1,0 +1,138 @@
+"""Attention by Triton kernels that read the queries, keys and values of a joined linear map.
+
+The gradient is written in the layout of the map's output, and its sum over tokens, the gradient of
+the map's bias, is computed in the same kernels. `frostlab.training.step.fusion` puts this operation
+into compiled layers.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from frostlab import devices
+from frostlab.models import fused
+
+LONGEST = 1024  # tokens; for longer sequences, torch's kernels are faster
+_DTYPES = (torch.bfloat16, torch.float16)
+_SIZES = (16, 32, 64, 128)  # columns of a head
+
+
+def fits(dtype: torch.dtype, length: Any, size: int) -> bool:
+    """Return whether the kernels can attend over this many tokens with heads of this size."""
+    fixed = isinstance(length, int)  # and not a symbol that stands for several lengths
+    return (
+        devices.HAS_TRITON and dtype in _DTYPES and size in _SIZES and fixed and length <= LONGEST
+    )
+
+
+def attend(
+    joined: Tensor,
+    bias: Tensor | None,
+    starts: tuple[int, int, int],
+    size: int,
+    scale: float,
+    dropout: float,
+    causal: bool,
+) -> Tensor:
+    """Attend with the queries, keys and values in joined (B, T, 3 · width).
+
+    `starts` are the first columns of queries, keys and values, and `size` is the number of columns
+    of a head. Return (B, T, heads, size). `bias` is what the last columns of `joined` already
+    contain: it gets its gradient here, so they must have been computed with `bias.detach()`.
+    """
+    out: Tensor = _Attention.apply(joined, bias, list(starts), size, scale, dropout, causal)
+    return out.unflatten(-1, (-1, size))
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        joined: Tensor,
+        bias: Tensor | None,
+        starts: list[int],
+        size: int,
+        scale: float,
+        dropout: float,
+        causal: bool,
+    ) -> Tensor:
+        seed = fused.draw_seed(joined.device) if dropout else None
+        ctx.settings = starts, size, scale, dropout, causal
+        ctx.bias = None if bias is None else (len(bias), bias.dtype)
+        out, sums = fused.chosen(mix, _MIX, joined)(joined, seed, *ctx.settings)
+        ctx.save_for_backward(joined, out, sums, seed)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        operation = fused.chosen(differentiate, _DIFFERENTIATE, upstream)
+        by_joined, by_bias = operation(
+            upstream, *ctx.saved_tensors, *ctx.settings, ctx.bias is not None
+        )
+        if ctx.bias is not None:
+            count, dtype = ctx.bias
+            by_bias = by_bias[len(by_bias) - count :].to(dtype)
+        return by_joined, None if ctx.bias is None else by_bias, *[None] * 5
+
+
+def mix(
+    joined: Tensor,
+    seed: Tensor | None,
+    starts: list[int],
+    size: int,
+    scale: float,
+    dropout: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Run the forward kernel."""
+    from frostlab.models.fused import joined_attention_kernels as kernels
+
+    return kernels.attend(joined.contiguous(), seed, starts, size, scale, dropout, causal)
+
+
+def differentiate(
+    upstream: Tensor,
+    joined: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    seed: Tensor | None,
+    starts: list[int],
+    size: int,
+    scale: float,
+    dropout: float,
+    causal: bool,
+    biased: bool,
+) -> tuple[Tensor, Tensor]:
+    """Run the backward kernels; return the gradient of `joined` and, if `biased`, its sum."""
+    from frostlab.models.fused import joined_attention_kernels as kernels
+
+    return kernels.differentiate(
+        upstream.contiguous(), joined.contiguous(), out, sums, seed, starts, size, scale, dropout,
+        causal, biased,
+    )  # fmt: skip
+
+
+_MIX = torch.library.custom_op("frostlab::joined_attention", mix, mutates_args=())
+_DIFFERENTIATE = torch.library.custom_op(
+    "frostlab::joined_attention_backward", differentiate, mutates_args=()
+)
+
+
+@_MIX.register_fake
+def _(
+    joined: Tensor, seed: Any, starts: Any, size: int, scale: float, dropout: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    batch, length, stride = joined.shape
+    width = stride // 3
+    sums = joined.new_empty(batch * (width // size), length, dtype=torch.float32)
+    return joined.new_empty(batch, length, width), sums
+
+
+@_DIFFERENTIATE.register_fake
+def _(
+    upstream: Tensor, joined: Tensor, out: Any, sums: Any, seed: Any, starts: Any, size: int,
+    scale: float, dropout: float, causal: bool, biased: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    count = joined.shape[-1] if biased else 0
+    return joined.new_empty(joined.shape), joined.new_empty(count, dtype=torch.float32)
