@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: test types behaviour slow outside portable fuzz gpu demo bench axe setup clean
+.PHONY: test types behaviour slow outside kernels portable fuzz gpu demo bench axe setup clean
 
 setup: $(VENV)/.ready
 
@@ -47,6 +47,17 @@ outside: setup .outside/.ready
 		timm torchvision x-transformers einops einx frozendict loguru torch-einops-utils
 	@touch $@
 
+# The Triton kernels, interpreted on the CPU. Triton stays out of the virtual environment: frostlab
+# looks for it to decide what a GPU can run.
+kernels: setup .triton/.ready
+	TRITON_INTERPRET=1 PYTHONPATH=.triton $(BIN)/pytest -n 2 --dist worksteal \
+		tests/models/test_fused_kernels.py tests/models/test_depthwise.py
+
+.triton/.ready: constraints.txt | setup
+	rm -rf $(@D)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt --target $(@D) triton
+	@touch $@
+
 portable: setup
 	$(BIN)/python tests/portable.py
 
@@ -75,4 +86,4 @@ bench: setup
 	$(BIN)/python benchmarks/data.py
 
 clean:
-	rm -rf $(VENV) .axe .outside .mypy_cache .ruff_cache .pytest_cache build dist
+	rm -rf $(VENV) .axe .outside .triton .mypy_cache .ruff_cache .pytest_cache build dist

@@ -14,6 +14,7 @@ from frostlab.models import fused
 NORM = "frostlab.models.fused.residual_norm_kernels"
 GELU = "frostlab.models.fused.gelu_kernels"
 ATTENTION = "frostlab.models.fused.joined_attention_kernels"
+EMBEDDING = "frostlab.models.fused.embedding_kernels"
 plain_attention = F.scaled_dot_product_attention
 
 
@@ -21,7 +22,7 @@ def masked(x: Tensor, seed: Tensor | None, dropout: float) -> Tensor:
     """Dropout by a mask that follows from the seed, in operations that can be traced."""
     if seed is None:
         return x
-    places = torch.arange(x.numel(), dtype=torch.float64) + seed % 1000003
+    places = torch.arange(x.numel(), dtype=torch.float64) + seed[0] % 1000003
     numbers = torch.frac(torch.sin(places * 12.9898) * 43758.5453).abs()
     return x * (numbers.view(x.shape) >= dropout) / (1 - dropout)
 
@@ -30,7 +31,7 @@ def seeded_dropout(
     x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     """`F.dropout` with the masks of the fused operations, which draw a seed each."""
-    return masked(x, fused.draw_seed(x.device), p) if training and p else x
+    return masked(x, fused.draw_seeds(x.device, 1)[0], p) if training and p else x
 
 
 def seeded_attention(
@@ -49,7 +50,7 @@ def seeded_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     with torch.autocast(query.device.type, enabled=False):
         chances = _chances(query.float(), key.float(), scale, is_causal)
-        chances = masked(chances, fused.draw_seed(query.device), dropout_p)
+        chances = masked(chances, fused.draw_seeds(query.device, 1)[0], dropout_p)
         return (chances @ value.float()).to(value.dtype)
 
 
@@ -176,13 +177,21 @@ def differentiate_attention(
     return by_joined, total if biased else total[:0].clone()
 
 
+def add_rows(table: Tensor, ids: Tensor, values: Tensor, skipped: int, adds: bool) -> None:
+    kept = ids != skipped
+    table.index_add_(0, ids[kept], values[kept].to(table.dtype))
+
+
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let compiled layers on the CPU use the fused operations, with these functions as kernels."""
     norms, gelus, attentions = ModuleType(NORM), ModuleType(GELU), ModuleType(ATTENTION)
+    embeddings = ModuleType(EMBEDDING)
+    embeddings.add_rows = add_rows
     norms.normalise, norms.differentiate = normalise, differentiate
     gelus.activate, gelus.differentiate = activate, differentiate_gelu
     attentions.attend, attentions.differentiate = attend, differentiate_attention
-    for name, module in ((NORM, norms), (GELU, gelus), (ATTENTION, attentions)):
+    for module in (norms, gelus, attentions, embeddings):
+        name = module.__name__
         monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setattr(fused, name.rpartition(".")[2], module, raising=False)
     monkeypatch.setattr(devices, "HAS_TRITON", True)

@@ -128,16 +128,15 @@ def test_every_replay_draws_the_dropout_of_its_seed(name: str, steps: int) -> No
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", ["gpt classifier", "bert classifier", "gpt2"])
-@pytest.mark.parametrize("steps", [10, 10**5], ids=["captured", "compiled and captured"])
-def test_dropout_is_the_one_of_eager_steps(name: str, packed: bool, steps: int) -> None:
+def test_dropout_is_the_one_of_eager_steps(name: str, packed: bool) -> None:
     """The same masks from the same seed; another seed moves the losses further than rounding."""
     batches = epochs(name, 40, packed)
     wanted, others = (
         np.array(train(make(build(name).train(), "eager"), batches, seed)) for seed in (0, 1)
     )
-    step = make(build(name).train(), "captured", steps=steps)
+    step = make(build(name).train(), "captured", steps=10)
     found = train(step, batches)
-    assert (step.kind, step.compiles) == ("captured", steps == 10**5), step.reason
+    assert (step.kind, step.compiles) == ("captured", False), step.reason
     assert np.abs(found - wanted).mean() < np.abs(others - wanted).mean() / 4
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from frostlab.training.step import head_loss as module
 from frostlab.training.step.head_loss import (
     TiedGradient,
-    add_rows,
     expect_gradient,
     head_loss,
 )
@@ -155,24 +154,6 @@ def test_memory_is_that_of_a_few_chunks(autocast: bool, monkeypatch: pytest.Monk
     heads = 3 * weight.nbytes  # its gradient, a product to add to it, a copy in half precision
     assert used < 3 * bound + heads + 4 * hidden.nbytes
     assert used < tokens * classes * 4 / 4
-
-
-@pytest.mark.parametrize("count", [100, 5000])
-def test_rows_are_added_in_a_fixed_order(
-    count: int, no_waiting: Callable[[], AbstractContextManager[None]]
-) -> None:
-    """To the bit twice, and without waiting; half of the ids are one id, as padding is."""
-    ids = torch.randint(CLASSES, (count,), device="cuda")
-    ids[: count // 2] = 7
-    rows = torch.randn(count, WIDTH, device="cuda")
-    start = torch.randn(CLASSES, WIDTH, device="cuda")
-    found = [start.clone() for _ in range(2)]
-    with no_waiting():
-        for total in found:
-            add_rows(total, ids, rows)
-    assert torch.equal(*found)
-    expected = start.double().index_add(0, ids, rows.double())
-    assert error(found[0], expected) < 1e-6
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -16,6 +16,7 @@ from frostlab.models.fused.residual_norm import (
     residual_norm,
 )
 from frostlab.training.step.compiled import joining_backend
+from fused_dropout import SEED, keeps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,25 +71,35 @@ def test_kernels_equal_torch(
         assert off(found, right) < limit(found)
 
 
-def test_dropout_is_torchs_and_its_gradient_too() -> None:
-    norm, linear = nn.LayerNorm(64).to(CUDA), nn.Linear(32, 64).to(CUDA)
-    x = torch.randn(9, 64, device=CUDA, requires_grad=True)
-    inputs = torch.randn(9, 32, device=CUDA, requires_grad=True)
-    leaves = [x, inputs, linear.weight, linear.bias, norm.weight, norm.bias]
-    assert has_kernel(x, norm)
-    upstream = torch.randn(9, 64, device=CUDA)
+@pytest.mark.parametrize("keep", [False, True])
+def test_dropout_follows_from_the_seed_and_its_gradient_too(keep: bool) -> None:
+    x, branch = (torch.randn(9, 64, device=CUDA, requires_grad=True) for _ in range(2))
+    weight, shift = (torch.randn(64, device=CUDA, requires_grad=True) for _ in range(2))
+    leaves, upstream = [x, branch, weight, shift], torch.randn(9, 64, device=CUDA)
+    seed = torch.tensor([SEED, 0], device=CUDA)
+    found = residual_norm(x, branch, weight, shift, None, 0.4, 1e-5, keep, True, True, seed)
+    total = x + branch * keeps(9, 64, 0.4).float().to(CUDA)
+    wanted = [total, F.layer_norm(total, (64,), weight, shift, 1e-5)]
     sides = []
-    for fused in (True, False):
-        torch.manual_seed(3)
-        if fused:
-            total, normed = add_and_norm(x, linear, inputs, norm, 0.4)
-        else:
-            total = x + F.dropout(linear(inputs), 0.4)
-            normed = norm(total)
-        gradients = torch.autograd.grad((total, normed), leaves, (upstream, upstream))
-        sides.append([total, normed, *gradients])
-    for found, wanted in zip(*sides, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    for outputs in ([found[0], found[1]], wanted):
+        used = outputs if keep else outputs[1:]
+        sides.append([*used, *torch.autograd.grad(used, leaves, [upstream] * len(used))])
+    for one, other in zip(*sides, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_without_a_seed_follows_from_torchs_generator() -> None:
+    norm, linear = nn.LayerNorm(64).to(CUDA), nn.Linear(32, 64).to(CUDA)
+    x, inputs = torch.randn(9, 64, device=CUDA), torch.randn(9, 32, device=CUDA)
+    assert has_kernel(x, norm)
+    totals = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        totals.append(add_and_norm(x, linear, inputs, norm, 0.4)[0])
+    assert torch.equal(totals[0], totals[1])
+    assert not torch.equal(totals[0], totals[2])
+    dropped = (totals[0] == x).float().mean()
+    assert 0.3 < dropped < 0.5
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
@@ -140,37 +151,41 @@ def test_a_hooked_norm_is_called() -> None:
     assert not has_kernel(x.double(), norm.double())
 
 
+@pytest.mark.parametrize("frozen", ["", "query key", "key", "query key value"])
 @pytest.mark.parametrize("name", ["bert", "gpt"])
 @pytest.mark.parametrize("precision", [HALF, FULL])
-@pytest.mark.parametrize("training", [False, True])
-def test_compiled_layers_with_fused_norms_equal_eager_ones(
-    name: str, precision: torch.dtype, training: bool
+def test_compiled_layers_with_fused_operations_equal_eager_ones(
+    name: str, precision: torch.dtype, frozen: str
 ) -> None:
     from transformers import BertConfig
     from transformers.models.bert.modeling_bert import BertLayer
 
     from frostlab.models.gpt import GPTBlock, GPTConfig
 
+    if name == "gpt" and frozen:
+        pytest.skip("query, key and value are one map")
     torch.manual_seed(0)
     layer: Any
     if name == "bert":
-        config = BertConfig(hidden_size=64, num_attention_heads=4, intermediate_size=128)
-        config._attn_implementation = "eager"
+        config = BertConfig(
+            hidden_size=64, num_attention_heads=4, intermediate_size=128, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        config._attn_implementation = "sdpa"
         layer, arguments = BertLayer(config), ()
     else:
-        layer, arguments = GPTBlock(GPTConfig(width=64, heads=4, hidden=128)), (None,)
-        layer.attend = lambda x, *_: layer.qkv(x)[..., :64]
-    layer = layer.to(CUDA).train(training)
+        layer, arguments = GPTBlock(GPTConfig(width=64, heads=4, hidden=128, dropout=0.0)), (None,)
+    layer = layer.to(CUDA).train()
+    for part, p in layer.named_parameters():
+        p.requires_grad_(not any(f".{word}." in part for word in frozen.split()))
     x = torch.randn(4, 32, 64, device=CUDA)
     sides = []
     for compiled in (False, True):
         torch.compiler.reset()
-        own = layer if name == "gpt" else copy.deepcopy(layer)
-        own.zero_grad(set_to_none=True)
+        own = copy.deepcopy(layer)
         start = x.clone().requires_grad_()
         if compiled:
             own.compile(backend=joining_backend)
-        torch.manual_seed(5)
         with torch.autocast("cuda", HALF, enabled=precision == HALF):
             out = own(start, *arguments)
         out = out[0] if isinstance(out, tuple) else out
@@ -179,7 +194,12 @@ def test_compiled_layers_with_fused_norms_equal_eager_ones(
         )
         out.float().backward(upstream)
         # the gradient of the keys' bias is 0 but for rounding
-        learned = [p.grad for n, p in own.named_parameters() if not n.endswith("key.bias")]
+        learned = [
+            p.grad
+            for part, p in own.named_parameters()
+            if p.grad is not None and not part.endswith(("key.bias", "qkv.bias"))
+        ]
         sides.append([out, start.grad, *learned])
+    assert len(sides[0]) == len(sides[1])
     for found, wanted in zip(*sides, strict=True):
         assert off(found, wanted.double()) < (3e-2 if precision == HALF else 1e-4)

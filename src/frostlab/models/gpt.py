@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frostlab.models.attention import KeyValueCache, Packing, QKNorm, attend
+from frostlab.models.fused.embedding import look_up
 from frostlab.models.fused.gelu import gelu_of
 from frostlab.models.fused.residual_norm import add_and_norm, keep_and_norm
 
@@ -160,7 +161,7 @@ class GPT(nn.Module):
 
     def embed(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """Embed (B, T) tokens and their positions, (T,) or (B, T), as (B, T, width)."""
-        x = self.tokens(input_ids) + self.positions(places)
+        x = look_up(self.tokens, input_ids) + self.positions(places)
         return F.dropout(x, self.config.dropout, self.training)
 
 

@@ -28,6 +28,7 @@ class Stack(ABC):
     layers: Sequence[nn.Module]
     head: Any  # a module with a weight, (outputs, width), and a bias or None
     classifies: bool  # one prediction per sequence; False: a language model, one per token
+    parts: Sequence[nn.Module] = ()  # modules before the layers that are compiled on CUDA
 
     def run(
         self, x: Tensor, packing: Packing | None, first: int = 0, last: int | None = None
@@ -186,6 +187,7 @@ class BertStack(HuggingFaceStack):
         classifies = hasattr(model, "classifier")
         head = model.classifier if classifies else model.cls.predictions.decoder
         super().__init__(model, model.bert, model.bert.encoder.layer, head, classifies)
+        self.parts = [model.bert.embeddings]
 
     def bypassed_modules(self) -> list[nn.Module]:
         between = [] if self.classifies else [self.model.cls, self.model.cls.predictions]

@@ -11,11 +11,19 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import fused_stand_ins
+from frostlab.models import fused
 from frostlab.models.fused import joined_attention
+from frostlab.models.fused.embedding import embed
 from frostlab.models.fused.gelu import gelu, gelu_of
 from frostlab.models.fused.residual_norm import add_and_norm, keep_and_norm, residual_norm
 from frostlab.models.gpt import GPTBlock, GPTConfig
-from frostlab.training.step.fusion import fuse_attention, fuse_gelus, fuse_norms
+from frostlab.training.step.fusion import (
+    fuse_attention,
+    fuse_embeddings,
+    fuse_gelus,
+    fuse_norms,
+    share_seeds,
+)
 from frostlab.training.step.joining import join_linears
 
 HALF = torch.bfloat16
@@ -37,6 +45,8 @@ class Fused:
         fuse_gelus(module.graph)
         join_linears(module.graph)
         fuse_attention(module.graph)
+        fuse_embeddings(module.graph)
+        share_seeds(module.graph)
         for node in module.graph.nodes:  # what is not fused gets masks of the same kind
             if node.target is F.dropout:
                 node.target = fused_stand_ins.seeded_dropout
@@ -138,6 +148,47 @@ def test_attention_with_frozen_projections_is_the_same_function(
     layer.compile(backend=backend)
     assert_same(outcome(layer, x, (), precision), wanted, 3e-2 if precision == HALF else 1e-5)
     assert backend.calls.count(joined_attention.attend) == 1
+
+
+@pytest.mark.parametrize("precision", [torch.float32, HALF], ids=["float32", "bf16"])
+def test_fused_embeddings_are_the_same_function(precision: torch.dtype) -> None:
+    from transformers import BertConfig
+    from transformers.models.bert.modeling_bert import BertEmbeddings
+
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=50, hidden_size=WIDTH, max_position_embeddings=8)
+    layer, backend = BertEmbeddings(config), Fused()
+    ids = torch.randint(50, (3, 8))
+    ids[:, 6:] = 0  # padding, whose embedding does not learn
+
+    def found(layer: nn.Module) -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        with torch.autocast("cpu", HALF, enabled=precision == HALF):
+            out = layer(input_ids=ids)
+        upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+        out.backward(upstream)
+        gradients = {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}
+        return {"out": out.detach()} | gradients
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "dropout", fused_stand_ins.seeded_dropout)
+        wanted = found(copy.deepcopy(layer))
+    layer.compile(backend=backend)
+    assert_same(found(layer), wanted, 1e-5)
+    assert (backend.calls.count(embed), backend.calls.count(F.embedding)) == (3, 0)
+    assert backend.calls.count(residual_norm) == 1
+
+
+def test_seeds_of_one_layer_are_drawn_together() -> None:
+    backend = Fused()
+    layer, _ = bert()
+    layer.train().compile(backend=backend)
+    outcome(layer, torch.randn(2, 6, WIDTH), (), torch.float32)
+    assert backend.calls.count(fused.draw_seeds) == 1
+    layer.eval()
+    backend.calls.clear()
+    outcome(layer, torch.randn(2, 6, WIDTH), (), torch.float32)
+    assert backend.calls.count(fused.draw_seeds) == 0
 
 
 class Counted(nn.Module):

@@ -21,7 +21,6 @@ from frostlab.errors import BadInput, FrostlabError
 from frostlab.training.step import head_loss as module
 from frostlab.training.step.head_loss import (
     TiedGradient,
-    add_rows,
     expect_gradient,
     head_loss,
 )
@@ -163,17 +162,6 @@ def test_a_tied_embedding_adds_its_rows_to_the_heads_gradient() -> None:
     model.tokens.padding_idx = 2
     expected = gradients(model.loss(ids, targets, None), [weight])
     assert_same(gradients(model.loss(ids, targets, TiedGradient()), [weight]), expected)
-
-
-@pytest.mark.parametrize(("count", "classes"), [(40, 11), (7, 50), (1, 3)])
-def test_rows_are_added_to_the_rows_of_their_ids(count: int, classes: int) -> None:
-    """As on a GPU; with as many ids as rows, and with fewer."""
-    total, rows = (torch.randn(n, 4, dtype=torch.float64) for n in (classes, count))
-    ids = torch.randint(classes, (count,))
-    ids[count // 2 :] = ids[0]
-    expected = total.clone().index_add_(0, ids, rows)
-    add_rows(total, ids, rows)
-    assert_same([total], [expected])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

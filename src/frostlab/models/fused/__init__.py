@@ -19,6 +19,10 @@ def chosen(
     return function if type(x) in (Tensor, nn.Parameter) else operation
 
 
-def draw_seed(device: torch.device) -> Tensor:
-    """Draw a kernel's seed from torch's generator; in a CUDA graph, every replay draws another."""
-    return torch.randint(-(2**63), 2**63 - 1, (1,), device=device)
+def draw_seeds(device: torch.device, count: int) -> Tensor:
+    """Draw seeds of dropout from torch's generator, (count, 2); each kernel gets a row.
+
+    In a CUDA graph, every replay draws others. Kernels read the first number of a row; the second
+    one keeps the rows' addresses multiples of 16.
+    """
+    return torch.randint(-(2**63), 2**63 - 1, (count, 2), device=device)

@@ -34,14 +34,18 @@ def attend(
     scale: float,
     dropout: float,
     causal: bool,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """Attend with the queries, keys and values in joined (B, T, 3 · width).
 
     `starts` are the first columns of queries, keys and values, and `size` is the number of columns
     of a head. Return (B, T, heads, size). `bias` is what the last columns of `joined` already
-    contain: it gets its gradient here, so they must have been computed with `bias.detach()`.
+    contain: it gets its gradient here, so they must have been computed with `bias.detach()`. A
+    missing seed of dropout is drawn.
     """
-    out: Tensor = _Attention.apply(joined, bias, list(starts), size, scale, dropout, causal)
+    if dropout and seed is None:
+        seed = fused.draw_seeds(joined.device, 1)[0]
+    out: Tensor = _Attention.apply(joined, bias, seed, list(starts), size, scale, dropout, causal)
     return out.unflatten(-1, (-1, size))
 
 
@@ -51,13 +55,13 @@ class _Attention(torch.autograd.Function):
         ctx: Any,
         joined: Tensor,
         bias: Tensor | None,
+        seed: Tensor | None,
         starts: list[int],
         size: int,
         scale: float,
         dropout: float,
         causal: bool,
     ) -> Tensor:
-        seed = fused.draw_seed(joined.device) if dropout else None
         ctx.settings = starts, size, scale, dropout, causal
         ctx.bias = None if bias is None else (len(bias), bias.dtype)
         out, sums = fused.chosen(mix, _MIX, joined)(joined, seed, *ctx.settings)
@@ -73,7 +77,7 @@ class _Attention(torch.autograd.Function):
         if ctx.bias is not None:
             count, dtype = ctx.bias
             by_bias = by_bias[len(by_bias) - count :].to(dtype)
-        return by_joined, None if ctx.bias is None else by_bias, *[None] * 5
+        return by_joined, None if ctx.bias is None else by_bias, *[None] * 6
 
 
 def mix(

@@ -98,6 +98,7 @@ def residual_norm(
     keeps: bool,
     exact: bool,
     low: bool,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return x + dropout(branch), and this sum normalised, in float32 and in autocast's dtype.
 
@@ -106,14 +107,19 @@ def residual_norm(
     result if `exact`, and the one in autocast's dtype if `low`. Without `keeps`, the sum is None.
     If only one normalised result is used, or without autocast, both are the same tensor. `weight`
     and `shift` are the norm's weight and bias. `bias` is the bias that the branch already contains:
-    it gets its gradient here, so the branch must have been computed with `bias.detach()`.
+    it gets its gradient here, so the branch must have been computed with `bias.detach()`. A missing
+    seed of dropout is drawn.
     """
+    if branch is not None and dropout and seed is None:
+        seed = fused.draw_seeds(x.device, 1)[0]
     device = x.device.type
     dtype = None
     if low and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     exact = exact or dtype is None
-    outputs = _ResidualNorm.apply(x, branch, weight, shift, bias, dropout, eps, keeps, exact, dtype)
+    outputs = _ResidualNorm.apply(
+        x, branch, weight, shift, bias, seed, dropout, eps, keeps, exact, dtype
+    )
     rest = list(outputs)
     total = rest.pop(0) if keeps else None
     return total, rest[0], rest[-1]
@@ -130,6 +136,7 @@ class _ResidualNorm(torch.autograd.Function):
         weight: Tensor,
         shift: Tensor | None,
         bias: Tensor | None,
+        seed: Tensor | None,
         dropout: float,
         eps: float,
         keeps: bool,
@@ -141,7 +148,6 @@ class _ResidualNorm(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.keeps, ctx.exact, ctx.low = keeps, exact, low is not None
         ctx.dropout, ctx.shifts = dropout, shift is not None
-        seed = fused.draw_seed(x.device) if branch is not None and dropout else None
         writes_sum = keeps and branch is not None
         total, full, half, means, scales = fused.chosen(normalise, _NORMALISE, x)(
             x, branch, weight, shift, seed, dropout, eps, writes_sum, exact, low
@@ -173,7 +179,7 @@ class _ResidualNorm(torch.autograd.Function):
             by_weight,
             by_shift if ctx.shifts else None,
             None if ctx.bias_dtype is None else by_bias,
-            *[None] * 5,
+            *[None] * 6,
         )
 
 

@@ -86,9 +86,9 @@ def _backward(
     weight_sum = tl.zeros((block,), tl.float32)
     shift_sum = tl.zeros((block,), tl.float32)
     bias_sum = tl.zeros((block,), tl.float32)
-    stride = tl.full((), width, tl.int64)
-    for row in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=stages):
-        place = row * stride + column
+    for at in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=stages):
+        row = tl.full((), at, tl.int64)
+        place = row * width + column
         value = tl.load(x + place, inside, 0.0).to(tl.float32)
         first, second = 0, 0
         if threshold > 0:

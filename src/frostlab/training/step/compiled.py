@@ -14,11 +14,18 @@ from torch.fx import GraphModule
 
 from frostlab.devices import captures_graphs
 from frostlab.errors import first_line
+from frostlab.models.stack import take_apart
 from frostlab.surgery.stale import changes
 from frostlab.training.batches.batch import Batch
 from frostlab.training.distributed import Compute, GradientSum, blocks
 from frostlab.training.step.eager import EagerStep
-from frostlab.training.step.fusion import fuse_attention, fuse_gelus, fuse_norms
+from frostlab.training.step.fusion import (
+    fuse_attention,
+    fuse_embeddings,
+    fuse_gelus,
+    fuse_norms,
+    share_seeds,
+)
 from frostlab.training.step.joining import join_linears
 from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import Bf16Copies
@@ -130,8 +137,10 @@ def compile_layers(objective: nn.Module) -> None:
             model = module.model
             names: tuple[str, ...] = getattr(model, "compiled_parts", ())
             parts = [getattr(model, name) for name in names if hasattr(model, name)]
-            for part in [*parts, *blocks(model)] or [model]:
-                on_cuda = any(captures_graphs(p.device) for p in part.parameters())
+            on_cuda = any(captures_graphs(p.device) for p in model.parameters())
+            stack = take_apart(model) if on_cuda else None
+            before = [] if stack is None else stack.parts
+            for part in [*parts, *before, *blocks(model)] or [model]:
                 part.compile(backend=joining_backend if on_cuda else "inductor")
 
 
@@ -174,5 +183,7 @@ def joining_backend(module: GraphModule, inputs: Sequence[Any]) -> Any:
     fuse_gelus(module.graph)
     join_linears(module.graph)
     fuse_attention(module.graph)
+    fuse_embeddings(module.graph)
+    share_seeds(module.graph)
     module.recompile()
     return compile_fx(module, inputs, config_patches={"fallback_random": True})

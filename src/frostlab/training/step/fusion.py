@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from frostlab.models.fused import gelu, joined_attention
+from frostlab.models.fused import draw_seeds, embedding, gelu, joined_attention
 from frostlab.models.fused.residual_norm import fits, residual_norm
 from frostlab.training.step.joining import partly_frozen_linear, writes_in_place
 
@@ -89,6 +89,42 @@ def fuse_attention(graph: Graph) -> None:
         found = _as_attention(node)
         if found is not None:
             _replace_attention(graph, node, found)
+    graph.lint()
+
+
+def fuse_embeddings(graph: Graph) -> None:
+    """Replace embeddings whose weight learns by ones with a faster gradient."""
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not F.embedding:
+            continue
+        given: dict[str, Any] = dict(zip((*names, "sparse"), node.args, strict=False))
+        given |= dict(node.kwargs)
+        unusual = any(given.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse"))
+        if unusual or not embedding.fits(_value(given["weight"])):
+            continue
+        rows, skipped = len(_value(given["weight"])), given.get("padding_idx")
+        skipped = -1 if skipped is None else skipped % rows
+        with graph.inserting_before(node):
+            fused = graph.call_function(embedding.embed, (given["input"], given["weight"], skipped))
+        fused.meta["example_value"] = _value(node)
+        node.replace_all_uses_with(fused)
+        graph.erase_node(node)
+    graph.lint()
+
+
+def share_seeds(graph: Graph) -> None:
+    """Let the fused operations with dropout draw their seeds together, by one kernel."""
+    places = {residual_norm: 5, joined_attention.attend: 5}  # of the probability of dropout
+    nodes = [n for n in graph.nodes if n.target in places and n.args[places[n.target]] > 0]
+    if not nodes:
+        return
+    values = [node.meta.get("example_value") for node in graph.nodes if node.op == "placeholder"]
+    device = next(value.device for value in values if isinstance(value, Tensor))
+    with graph.inserting_before(nodes[0]):
+        seeds = graph.call_function(draw_seeds, (device, len(nodes)))
+        for number, node in enumerate(nodes):
+            node.update_kwarg("seed", graph.call_function(operator.getitem, (seeds, number)))
     graph.lint()
 
 
@@ -199,15 +235,14 @@ def _as_norm(node: Node) -> _Norm | None:
 def _can_move(first: Node, total: Node, norm: Node) -> bool:
     """Return whether the nodes from `first` to the sum `total` can be moved to the place of `norm`.
 
-    No node between `first` and `norm` may read the sum, change a tensor in place, or draw random
-    numbers, which would then be drawn in another order. No node at all may change the sum in place.
+    No node between `first` and `norm` may read the sum or change a tensor in place, and no node at
+    all may change the sum in place.
     """
     if any(writes_in_place(user) for user in total.users):
         return False
     node = first.next
     while node is not norm:
-        draws = any(word in str(node.target) for word in ("dropout", "attention", "rand"))
-        if total in node.all_input_nodes or writes_in_place(node) or draws:
+        if total in node.all_input_nodes or writes_in_place(node):
             return False
         node = node.next
     return True

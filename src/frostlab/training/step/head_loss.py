@@ -19,6 +19,7 @@ from torch._compile import _disable_dynamo
 
 from frostlab.devices import memory_bytes, on_gpu, runs_ahead, runs_triton
 from frostlab.errors import BadInput, FrostlabError
+from frostlab.models.fused.embedding import add_rows
 from frostlab.training.batches.batch import IGNORED
 
 # Bytes that a chunk's logits may take. Small chunks are slow, because each chunk reads and writes
@@ -222,30 +223,13 @@ class _TiedEmbedding(torch.autograd.Function):
             dense = torch.ops.aten.embedding_dense_backward(rows, ids, ctx.rows, -1, False)
             return None, dense, None
         flat = rows.flatten(0, -2)
-        if on_host(total):
-            total.index_add_(0, ids.flatten(), flat)
-        else:
+        if runs_triton(total.device):
             add_rows(total, ids.flatten(), flat)
+        elif on_host(total):
+            total.index_add_(0, ids.flatten(), flat)
+        else:  # adding rows in place would not be deterministic
+            total += torch.ops.aten.embedding_dense_backward(rows, ids, ctx.rows, -1, False)
         return None, None, None
-
-
-def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """Add each row to the row of the total that its id names.
-
-    Rows with equal ids are added in a fixed order, even on a GPU.
-
-    Torch's kernel for the gradient of an embedding sums the rows of each id, in a table with a row
-    for each id that occurs. The rows of this table are then added to different rows of the total.
-    """
-    ordered, places = ids.int().sort()  # int32 is sorted in half the passes of int64
-    # the index of each ordered id among the distinct ids
-    numbers = F.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))
-    size = min(len(ids), len(total))
-    inverse = torch.empty_like(ordered).scatter_(0, places, numbers.int())
-    sums = torch.ops.aten.embedding_dense_backward(rows, inverse, size, -1, False)
-    # the last rows of the table may belong to no id: they are 0, and may be added anywhere
-    targets = torch.arange(size, device=ids.device, dtype=torch.int32)
-    total.index_add_(0, targets.scatter_(0, numbers, ordered), sums)
 
 
 @torch.no_grad()
