@@ -5,6 +5,7 @@ the map's bias, is computed in the same kernels. `frostlab.training.step.fusion`
 into compiled layers.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def fits(dtype: torch.dtype, length: Any, size: int) -> bool:
 
 def attend(
     joined: Tensor,
-    bias: Tensor | None,
+    biases: Sequence[Tensor],
     starts: tuple[int, int, int],
     size: int,
     scale: float,
@@ -39,13 +40,14 @@ def attend(
     """Attend with the queries, keys and values in joined (B, T, 3 · width).
 
     `starts` are the first columns of queries, keys and values, and `size` is the number of columns
-    of a head. Return (B, T, heads, size). `bias` is what the last columns of `joined` already
-    contain: it gets its gradient here, so they must have been computed with `bias.detach()`. A
-    missing seed of dropout is drawn.
+    of a head. Return (B, T, heads, size). `biases` are what the last columns of `joined` already
+    contain: they get their gradients here, so these columns must have been computed with detached
+    biases. A missing seed of dropout is drawn.
     """
     if dropout and seed is None:
         seed = fused.draw_seeds(joined.device, 1)[0]
-    out: Tensor = _Attention.apply(joined, bias, seed, list(starts), size, scale, dropout, causal)
+    settings = (list(starts), size, scale, dropout, causal)
+    out: Tensor = _Attention.apply(joined, seed, *settings, *biases)
     return out.unflatten(-1, (-1, size))
 
 
@@ -54,16 +56,16 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any,
         joined: Tensor,
-        bias: Tensor | None,
         seed: Tensor | None,
         starts: list[int],
         size: int,
         scale: float,
         dropout: float,
         causal: bool,
+        *biases: Tensor,
     ) -> Tensor:
         ctx.settings = starts, size, scale, dropout, causal
-        ctx.bias = None if bias is None else (len(bias), bias.dtype)
+        ctx.counts, ctx.dtype = [len(bias) for bias in biases], biases and biases[0].dtype
         out, sums = fused.chosen(mix, _MIX, joined)(joined, seed, *ctx.settings)
         ctx.save_for_backward(joined, out, sums, seed)
         return out
@@ -71,13 +73,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         operation = fused.chosen(differentiate, _DIFFERENTIATE, upstream)
-        by_joined, by_bias = operation(
-            upstream, *ctx.saved_tensors, *ctx.settings, ctx.bias is not None
-        )
-        if ctx.bias is not None:
-            count, dtype = ctx.bias
-            by_bias = by_bias[len(by_bias) - count :].to(dtype)
-        return by_joined, None if ctx.bias is None else by_bias, *[None] * 6
+        by_joined, sums = operation(upstream, *ctx.saved_tensors, *ctx.settings, bool(ctx.counts))
+        by_biases: Sequence[Tensor] = ()
+        if ctx.counts:
+            by_biases = sums[len(sums) - sum(ctx.counts) :].to(ctx.dtype).split(ctx.counts)
+        return by_joined, *[None] * 6, *by_biases
 
 
 def mix(

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from frostlab.models.fused import draw_seeds, embedding, gelu, joined_attention
+from frostlab.models.fused.joined_linear import joined_linear
 from frostlab.models.fused.residual_norm import fits, residual_norm
-from frostlab.training.step.joining import partly_frozen_linear, writes_in_place
+from frostlab.training.step.joining import writes_in_place
 
 _SUMS = (operator.add, torch.add)
 
@@ -70,7 +71,7 @@ def fuse_gelus(graph: Graph) -> None:
         if not isinstance(linear, Node) or linear.target is not F.linear or len(linear.users) > 1:
             continue
         if gelu.fits(_value(linear).dtype):
-            learning = _detach_bias(graph, linear)
+            learning = next(iter(_detach_biases(graph, linear)), None)
             approximate = node.kwargs.get("approximate", "none")
             with graph.inserting_before(node):
                 fused = graph.call_function(gelu.gelu, (linear, learning, approximate))
@@ -183,15 +184,15 @@ def _share_memory(first: Tensor, second: Tensor) -> bool:
 
 def _replace_attention(graph: Graph, node: Node, found: _Attention) -> None:
     with graph.inserting_before(node):
-        fused = graph.call_function(joined_attention.attend, (found.joined, None, *found.settings))
+        fused = graph.call_function(joined_attention.attend, (found.joined, [], *found.settings))
         mixed = graph.call_method("transpose", (fused, 1, 2))
     fused.meta["example_value"] = _value(node).transpose(1, 2)
     mixed.meta["example_value"] = _value(node)
     node.replace_all_uses_with(mixed)
     _erase_unused(graph, node)
     linear = found.joined
-    if linear.target in (F.linear, partly_frozen_linear) and len(linear.users) == 1:
-        fused.update_arg(1, _detach_bias(graph, linear))
+    if linear.target in (F.linear, joined_linear) and len(linear.users) == 1:
+        fused.update_arg(1, _detach_biases(graph, linear))
 
 
 def _erase_unused(graph: Graph, node: Node) -> None:
@@ -282,7 +283,7 @@ def _replace(graph: Graph, norm: _Norm) -> None:
     node, learning = norm.node, None
     linear = norm.branch
     if linear is not None and linear.target is F.linear and len(linear.users) == 1:
-        learning = _detach_bias(graph, linear)
+        learning = next(iter(_detach_biases(graph, linear)), None)
     order = {other: number for number, other in enumerate(graph.nodes)}
     source = norm.x if norm.total is None else norm.total
     later = [user for user in source.users if order[user] > order[node]]
@@ -313,24 +314,18 @@ def _replace(graph: Graph, norm: _Norm) -> None:
             graph.erase_node(dead)
 
 
-def _detach_bias(graph: Graph, linear: Node) -> Node | None:
-    """Take a linear map's bias out of autograd, because a fused operation computes its gradient.
+def _detach_biases(graph: Graph, linear: Node) -> list[Node]:
+    """Take the trainable biases of a plain or joined linear map out of autograd, and return them.
 
-    Return the bias, or None if there is none or it does not learn.
+    A fused operation then computes their gradients. `F.linear` and `joined_linear` both take their
+    biases as the third argument.
     """
-    place = 2 if linear.target is F.linear else 4  # a partly frozen map's second bias learns
-    learning = linear.args[place] if len(linear.args) > place else linear.kwargs.get("bias")
-    if not isinstance(learning, Node) or not _learns(learning):
-        return None
-    with graph.inserting_before(linear):
-        detached = graph.call_method("detach", (learning,))
-    if "example_value" in learning.meta:
-        detached.meta["example_value"] = _value(learning).detach()
-    linear.replace_input_with(learning, detached)
+    biases = linear.args[2] if len(linear.args) > 2 else linear.kwargs.get("bias")
+    given = biases if isinstance(biases, list | tuple) else [biases]
+    learning = [bias for bias in given if isinstance(bias, Node) and _value(bias).requires_grad]
+    for bias in learning:
+        with graph.inserting_before(linear):
+            detached = graph.call_method("detach", (bias,))
+        detached.meta["example_value"] = _value(bias).detach()
+        linear.replace_input_with(bias, detached)
     return learning
-
-
-def _learns(bias: Node) -> bool:
-    """Return whether a bias, or the biases that `join_linears` concatenated, are trainable."""
-    parts = bias.all_input_nodes if bias.target is torch.cat else [bias]
-    return any(_value(part).requires_grad for part in parts)

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.fx import Graph, Node
+
+from frostlab.models.fused.joined_linear import joined_linear
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class _Linear:
     def rows(self) -> int:
         """Return the number of outputs."""
         return int(self.weights[0].meta["example_value"].shape[0])
+
+    @property
+    def offset(self) -> int:
+        """Return where the weight begins in the memory that it may share with other weights."""
+        return int(self.weights[0].meta["example_value"].storage_offset())
 
 
 def join_linears(graph: Graph) -> None:
@@ -82,17 +88,13 @@ def _join_groups(graph: Graph, groups: Iterable[list[_Linear]]) -> None:
 def _join(graph: Graph, linears: list[_Linear]) -> None:
     """Replace linear maps of one input with one product, split into the outputs of the maps."""
     first = linears[0]
-    ordered = sorted(linears, key=lambda linear: linear.learns)  # frozen maps first
-    groups = [[linear for linear in ordered if linear.learns == learns] for learns in (False, True)]
-    groups = [group for group in groups if group]
+    # frozen maps first, and then in the order in which the weights may lie side by side in memory
+    ordered = sorted(linears, key=lambda linear: (linear.learns, linear.offset))
+    frozen = sum(not linear.learns for linear in linears)
+    weights = [linear.weights[0] for linear in ordered]
+    biases = [bias for linear in ordered for bias in linear.weights[1:]]
     with graph.inserting_before(first.node):
-        stacked = [
-            _cat(graph, [linear.weights[place] for linear in group])
-            for place in range(len(first.weights))
-            for group in groups
-        ]
-        target = F.linear if len(groups) == 1 else partly_frozen_linear
-        product = graph.call_function(target, (first.x, *stacked))
+        product = graph.call_function(joined_linear, (first.x, weights, biases, frozen))
         rows = [linear.rows for linear in ordered]
         outputs = graph.call_function(torch.split, (product, rows, -1))
         for i, linear in enumerate(ordered):
@@ -102,44 +104,3 @@ def _join(graph: Graph, linears: list[_Linear]) -> None:
             linear.node.replace_all_uses_with(output)
     for linear in ordered:
         graph.erase_node(linear.node)
-
-
-def _cat(graph: Graph, nodes: list[Node]) -> Node:
-    return nodes[0] if len(nodes) == 1 else graph.call_function(torch.cat, (nodes,))
-
-
-def partly_frozen_linear(x: Tensor, frozen: Tensor, learning: Tensor, *biases: Tensor) -> Tensor:
-    """Apply a linear map with the frozen rows first and the trainable rows after them.
-
-    `biases` is empty, or holds the bias of the frozen and the bias of the trainable rows. There is
-    one product in the forward pass, and two in the backward pass: the input's gradient, and the
-    gradient of the weight's trainable rows.
-    """
-    device = x.device.type
-    autocasts = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocasts else x.dtype
-    weight, x = torch.cat([frozen, learning]).to(dtype), x.to(dtype)
-    bias = torch.cat(biases).to(dtype).detach() if biases else None
-    trainable = [learning, *biases[1:]]
-    with torch.autocast(device, enabled=False):
-        return _PartlyFrozen.apply(x, weight.detach(), bias, *(t.to(dtype) for t in trainable))
-
-
-class _PartlyFrozen(torch.autograd.Function):
-    """The autograd function of `partly_frozen_linear`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *learning: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        # the number of frozen rows, and of trainable tensors: the weight, and the bias if any
-        ctx.frozen, ctx.count = len(weight) - len(learning[0]), len(learning)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        rows = upstream[..., ctx.frozen :].flatten(0, -2)
-        gradients = (rows.t() @ x.flatten(0, -2), rows.sum(0))
-        return upstream @ weight, None, None, *gradients[: ctx.count]
