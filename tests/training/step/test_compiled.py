@@ -141,10 +141,15 @@ def test_the_backend_compiles_layers_with_some_rows_frozen(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("freeze", ["key", "query"])
-def test_the_backend_compiles_layers_that_read_a_kept_weight(freeze: str) -> None:
-    """The bf16 gradients of eager layers, from one compilation for all layers."""
-    model: Any = build("gpt classifier").eval()
+@pytest.mark.parametrize(
+    ("name", "freeze", "joined"),
+    [("gpt classifier", "key", 0), ("gpt classifier", "query", 0), ("bert classifier", "key", 2)],
+)
+def test_the_backend_compiles_layers_that_read_a_kept_weight(
+    name: str, freeze: str, joined: int
+) -> None:
+    """The bf16 gradients of eager layers, from one compilation; no joined weight is copied."""
+    model: Any = build(name).eval()
     fl.freeze(model, freeze)
     copies, ids, compiled = Bf16Copies(model), torch.randint(5, 60, (2, 9)), []
 
@@ -156,18 +161,25 @@ def test_the_backend_compiles_layers_that_read_a_kept_weight(freeze: str) -> Non
         copies.clear()
         model.zero_grad()
         with copies.in_place(), torch.autocast("cpu", torch.bfloat16):
-            model(ids).square().sum().backward()
+            out = model(ids)
+            getattr(out, "logits", out).square().sum().backward()
         found = [copies.gradient(p) for p in model.parameters() if p.requires_grad]
         return [gradient.float() for gradient in found if gradient is not None]
 
-    wanted = gradients_of_copies()
-    for layer in model.blocks:
+    wanted, stack = gradients_of_copies(), take_apart(model)
+    assert stack is not None
+    for layer in stack.layers:
         layer.compile(backend=backend)
     found = gradients_of_copies()
     assert len(compiled) == 1
     assert len(found) == len(wanted) == sum(p.requires_grad for p in model.parameters())
     for made, expected in zip(found, wanted, strict=True):
         assert float((made - expected).norm() / expected.norm()) < 2e-2
+    with torch.profiler.profile() as profile:
+        gradients_of_copies()
+    names = [event.name for event in profile.events()]
+    assert names.count("frostlab::joined_linear") == joined
+    assert not joined or "aten::cat" not in names
 
 
 class Two(nn.Module):

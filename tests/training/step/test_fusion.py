@@ -1,6 +1,7 @@
 """Layers whose norms and GELUs are fused compute what they computed, with torch in the kernels."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -8,13 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 import fused_stand_ins
 from frostlab.models import fused
 from frostlab.models.fused import joined_attention
 from frostlab.models.fused.embedding import embed
 from frostlab.models.fused.gelu import gelu, gelu_of
+from frostlab.models.fused.joined_linear import joined_linear
 from frostlab.models.fused.residual_norm import add_and_norm, keep_and_norm, residual_norm
 from frostlab.models.gpt import GPTBlock, GPTConfig
 from frostlab.training.step.fusion import (
@@ -25,6 +27,7 @@ from frostlab.training.step.fusion import (
     share_seeds,
 )
 from frostlab.training.step.joining import join_linears
+from frostlab.training.step.optimizer import Bf16Copies
 
 HALF = torch.bfloat16
 WIDTH = 64
@@ -36,9 +39,9 @@ class Fused:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
+        self.graphs: list[Graph] = []  # the compiler's, forward and backward
 
     def __call__(self, module: GraphModule, inputs: Any) -> Callable[..., Any]:
-        from functorch.compile import nop
         from torch._dynamo.backends.common import aot_autograd
 
         fuse_norms(module.graph)
@@ -52,9 +55,16 @@ class Fused:
                 node.target = fused_stand_ins.seeded_dropout
         module.recompile()
         self.calls += [node.target for node in module.graph.nodes if node.op == "call_function"]
-        compiled: Callable[..., Any] = aot_autograd(fw_compiler=nop, bw_compiler=nop)(
+        compiled: Callable[..., Any] = aot_autograd(fw_compiler=self._keep, bw_compiler=self._keep)(
             module, inputs
         )
+        return compiled
+
+    def _keep(self, module: GraphModule, inputs: Any) -> Callable[..., Any]:
+        from functorch.compile import nop
+
+        self.graphs.append(module.graph)
+        compiled: Callable[..., Any] = nop(module, inputs)
         return compiled
 
 
@@ -275,3 +285,47 @@ def test_operations_outside_a_compiler_are_the_same_functions(
     found = eager_outcome(block, x, (mask,), HALF)
     assert_same(found, wanted, 3e-2)
     assert len(seen) == 3
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own
+@pytest.mark.parametrize("frozen", [(), ("key",), ("query", "key")])
+def test_a_layer_reads_copies_that_lie_side_by_side_without_copying_them(
+    frozen: tuple[str, ...],
+) -> None:
+    """And it casts none of them; in the second layer, the code of the first one runs."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=20, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=96,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(config).eval()
+    for name, p in model.named_parameters():
+        p.requires_grad_(not any(f".{word}." in name for word in frozen))
+    copies, ids, backend = Bf16Copies(model), torch.arange(12).view(2, 6), Fused()
+
+    def gradients() -> dict[str, Tensor]:
+        copies.clear()
+        model.zero_grad()
+        with copies.in_place(), torch.autocast("cpu", HALF):
+            model(ids).logits.square().sum().backward()
+        found = {name: copies.gradient(p) for name, p in model.named_parameters()}
+        # the gradient of the keys' bias is 0 but for rounding
+        return {n: g for n, g in found.items() if g is not None and not n.endswith("key.bias")}
+
+    wanted = gradients()
+    for layer in model.bert.encoder.layer:
+        layer.compile(backend=backend)
+    found = gradients()
+    assert_same(found, wanted, 3e-2)
+    assert backend.calls.count(joined_linear) == 1
+    assert backend.calls.count(joined_attention.attend) == 1
+    forward, _ = backend.graphs
+    casts = [node for node in forward.nodes if node.target is torch.ops.aten._to_copy.default]
+    assert [node.args[0].meta["val"].shape for node in casts] == [(2, 6, WIDTH)]  # the input
+    with torch.profiler.profile() as profile:
+        gradients()
+    events = Counter(event.name for event in profile.events())
+    assert events["frostlab::joined_linear"] == events["frostlab::joined_linear_backward"] == 2
+    assert events["aten::cat"] == 0

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 import frostlab as fl
+from frostlab.models.fused.joined_linear import stacked
 from frostlab.recipe.settings import Optim, StepDecay
 from frostlab.surgery.split import SplitProjection
 from frostlab.training.batches.batch import Batch, collate
@@ -21,6 +22,7 @@ from frostlab.training.step.eager import EagerStep
 from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import (
     Bf16Copies,
+    _allocate_side_by_side,
     build_optimizer,
     rate_at,
     warmup_steps,
@@ -28,6 +30,7 @@ from frostlab.training.step.optimizer import (
 from packed import MODELS, PAD, build, classifies, tokens
 
 CPU = torch.device("cpu")
+HALF = torch.bfloat16
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
@@ -139,6 +142,50 @@ def test_copies_follow_their_weights() -> None:
     assert copy.leaf is not None
     assert copy.leaf.requires_grad
     assert torch.equal(copy.values, up.weight.bfloat16())
+
+
+@pytest.mark.parametrize("frozen", [(), ("key",), ("value",), ("query", "value")])
+@pytest.mark.parametrize("name", ["bert classifier", "llama"])
+def test_copies_of_maps_in_one_module_lie_side_by_side(name: str, frozen: tuple[str, ...]) -> None:
+    """In the order of a joined product: frozen ones first, and then as the module has them."""
+    model = build(name)
+    if frozen:
+        fl.freeze(model, *frozen)
+    whole = {n: p.detach().clone() for n, p in model.named_parameters()}
+    seen = 0
+    with Bf16Copies(model).in_place():
+        for module in model.modules():
+            maps = [m for m in module.children() if type(m) is nn.Linear and m.weight.dtype == HALF]
+            same = [m for m in maps if m.in_features == maps[0].in_features]
+            same.sort(key=lambda m: m.weight.requires_grad)
+            for tensors in ([m.weight for m in same], [m.bias for m in same if m.bias is not None]):
+                if len(tensors) > 1:
+                    assert stacked(tensors).data_ptr() == tensors[0].data_ptr()
+                    seen += 1
+        for n, p in model.named_parameters():
+            assert torch.equal(p, whole[n].to(p.dtype)), n
+    layers = 2
+    assert seen == layers * 2  # weights and biases of BERT's attention; Llama's attention and gate
+
+
+def test_copies_of_odd_sizes_begin_where_the_kernel_may_use_wide_loads() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.maps = nn.ModuleList(nn.Linear(5, rows) for rows in (3, 8, 7))
+
+    model = Odd()
+    maps = [(linear, ["weight", "bias"]) for linear in model.maps]
+    found = _allocate_side_by_side(model, maps)
+    for p in model.parameters():
+        assert found[id(p)].shape == p.shape
+        assert found[id(p)].is_contiguous()
+        assert found[id(p)].data_ptr() % 16 == 0
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 2
+    for linear in model.maps:
+        found[id(linear.weight)].copy_(linear.weight.detach())
+    for linear in model.maps:  # none lies on another
+        assert torch.equal(found[id(linear.weight)], linear.weight.bfloat16())
 
 
 @pytest.mark.parametrize("frozen", [("key",), ("query",), ("query", "key")])

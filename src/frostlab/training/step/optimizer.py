@@ -4,7 +4,7 @@ The variant, `KernelAdamW`, also keeps bf16 copies of the weights up to date.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -407,14 +407,16 @@ class Bf16Copies:
     def __init__(self, model: nn.Module) -> None:
         self._fused: list[tuple[SplitProjection, dict[str, Tensor]]] = []
         self._entries: list[_Copy] = []
-        for module, names in _linear_maps(model):
+        maps = list(_linear_maps(model))
+        empty = _allocate_side_by_side(model, maps)
+        for module, names in maps:
             if isinstance(module, SplitProjection):
                 self._add_split(module)
                 continue
             for name in names:
                 p = module._parameters[name]
                 assert p is not None
-                copy = nn.Parameter(torch.empty_like(p, dtype=torch.bfloat16), p.requires_grad)
+                copy = nn.Parameter(empty[id(p)], p.requires_grad)
                 self._entries.append(_Copy(module, name, p, copy, (copy.detach(),)))
         self._head: _Copy | None = None
         if self._entries and (head := _language_head(model)) is not None:
@@ -511,6 +513,36 @@ class Bf16Copies:
                     entry.module._parameters[entry.name] = entry.parameter
             for module, _ in self._fused:
                 module.kept = None
+
+
+def _allocate_side_by_side(
+    model: nn.Module, maps: list[tuple[nn.Module, list[str]]]
+) -> dict[int, Tensor]:
+    """Return empty bf16 tensors for the parameters of plain linear maps, by the parameter's id.
+
+    Compiled layers join maps of the same input into one product (`joined_linear`), which reads
+    weights, and biases, as one tensor if they lie side by side in memory. So those of maps in one
+    module that have equally many inputs do, frozen ones first, as in the product. All of them begin
+    at multiples of 16 bytes, which may leave a gap behind one of an odd size.
+    """
+    parents = {id(child): id(module) for module in model.modules() for child in module.children()}
+    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for module, names in maps:
+        if isinstance(module, SplitProjection):
+            continue
+        inputs = getattr(module, "in_features", id(module))  # a Conv1D stays apart
+        for name in names:
+            p = module._parameters[name]
+            assert p is not None
+            groups[parents.get(id(module)), inputs, name, p.device].append(p)
+    found = {}
+    for group in groups.values():
+        group.sort(key=lambda p: p.requires_grad)
+        sizes = [-(-p.numel() // 8) * 8 for p in group]
+        memory = torch.empty(sum(sizes), dtype=torch.bfloat16, device=group[0].device)
+        for p, part in zip(group, memory.split(sizes), strict=True):
+            found[id(p)] = part[: p.numel()].view(p.shape)
+    return found
 
 
 def _language_head(model: nn.Module) -> nn.Linear | None:
