@@ -1,4 +1,4 @@
-"""Operations with Triton kernels on CUDA, which also work in compiled layers and CUDA graphs."""
+"""Operations, most with Triton kernels on CUDA, that work in compiled layers and CUDA graphs."""
 
 from collections.abc import Callable
 from typing import Any
