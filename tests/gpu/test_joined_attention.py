@@ -53,7 +53,7 @@ def test_kernels_equal_float64(length: int, size: int, causal: bool, dropout: fl
     joined = torch.randn(3, length, 3 * width, device=CUDA).half().requires_grad_()
     bias = torch.zeros(2 * width, device=CUDA, requires_grad=True)
     seed = torch.tensor([SEED, 0], device=CUDA)
-    out = attend(joined, bias, starts, size, size**-0.5, dropout, causal, seed)
+    out = attend(joined, [bias], starts, size, size**-0.5, dropout, causal, seed)
     upstream = torch.randn_like(out)
     by_joined, by_bias = torch.autograd.grad(out, [joined, bias], upstream)
     exact = joined.detach().double().requires_grad_()
@@ -73,7 +73,7 @@ def test_many_sequences(causal: bool) -> None:
     bias = torch.zeros(384, device=CUDA, requires_grad=True)
     runs = []
     for _ in range(2):
-        out = attend(joined, bias, starts, 64, 0.125, 0.0, causal)
+        out = attend(joined, [bias], starts, 64, 0.125, 0.0, causal)
         runs.append([out, *torch.autograd.grad(out.float().square().sum(), [joined, bias])])
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
     exact = joined[:2].detach().double()

@@ -22,9 +22,8 @@ _SIZES = (16, 32, 64, 128)  # columns of a head
 def fits(dtype: torch.dtype, length: Any, size: int) -> bool:
     """Return whether the kernels can attend over this many tokens with heads of this size."""
     fixed = isinstance(length, int)  # and not a symbol that stands for several lengths
-    return (
-        devices.HAS_TRITON and dtype in _DTYPES and size in _SIZES and fixed and length <= LONGEST
-    )
+    typed = devices.HAS_TRITON and dtype in _DTYPES
+    return typed and size in _SIZES and fixed and length <= LONGEST
 
 
 def attend(
