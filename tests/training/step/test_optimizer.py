@@ -1,6 +1,7 @@
 """Learning rates follow their schedules; bf16 copies give the gradients of autocast."""
 
 import ctypes
+import importlib.util
 import subprocess
 import sys
 import types
@@ -18,6 +19,7 @@ from frostlab.recipe.settings import Optim, StepDecay
 from frostlab.surgery.split import SplitProjection
 from frostlab.training.batches.batch import Batch, collate
 from frostlab.training.distributed import Compute
+from frostlab.training.step import optimizer as module
 from frostlab.training.step.eager import EagerStep
 from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import (
@@ -31,6 +33,7 @@ from packed import MODELS, PAD, build, classifies, tokens
 
 CPU = torch.device("cpu")
 HALF = torch.bfloat16
+KERNELS = "frostlab.training.step.adamw_kernels"
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
@@ -241,38 +244,82 @@ def at_address(address: int, size: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype)
 
 
+def gradient_of(row: list[int]) -> Tensor:
+    """Return the gradient of a row of the kernels' table."""
+    return at_address(row[3], row[6], torch.bfloat16 if row[7] else torch.float32).float()
+
+
+def measure_gradients(
+    table: Tensor, owners: Tensor, starts: Tensor, clip: float, *, block: int
+) -> Tensor:
+    """Do what the kernels do, row by row of their table."""
+    norms = torch.stack([gradient_of(row).norm() for row in table.tolist()])
+    norm, stops = norms.norm(), ~norms.isfinite()
+    factor = (clip / (norm + 1e-6)).clamp(max=1.0)
+    broken = float(stops.int().argmax()) if stops.any() else -1.0
+    return torch.stack(
+        [norm, factor, torch.tensor(broken), 1 / factor, torch.tensor(float(stops.any()))]
+    )
+
+
 def adamw_blocks(
     table: Tensor, owners: Tensor, starts: Tensor, *given: Any, **options: Any
 ) -> None:
-    """Do what the kernel does, row by row of its table."""
-    decays, correction1, correction2, rates, rate_indices, scale, stopped, sums = given
-    assert scale is stopped is sums is None
-    (beta1, beta2), eps, columns = options["betas"], options["eps"], options["columns"]
-    for i, row in enumerate(table.view(-1, columns).tolist()):
-        weight, mean, square, gradient, copy, size, half = row
-        p, m, v = (at_address(address, size, torch.float32) for address in (weight, mean, square))
-        g = at_address(gradient, size, torch.bfloat16 if half else torch.float32).float()
+    """Do what the kernels do, row by row of their table."""
+    decays, rates, rate_indices, scale, stopped, sums = given
+    assert sums is None
+    (beta1, beta2), eps = options["betas"], options["eps"]
+    counts = {row[5]: at_address(row[5], 1, torch.float32) for row in table.tolist()}
+    for count in counts.values():
+        count += 1.0 if stopped is None else 1.0 - stopped
+    for i, row in enumerate(table.tolist()):
+        addresses, copy, size = row[:3], row[4], row[6]
+        p, m, v = (at_address(address, size, torch.float32) for address in addresses)
+        assert starts[owners == i].tolist() == list(range(0, size, options["block"]))
+        assert row[8] == all(number % 16 == 0 for number in (*row[:5], size))
+        if stopped is not None and stopped > 0:
+            continue
+        g, taken = gradient_of(row) / (1.0 if scale is None else scale), float(counts[row[5]])
         lr = rates.reshape(-1)[rate_indices[i]]
         p -= lr * decays[i] * p
         m += (1 - beta1) * (g - m)
         v.mul_(beta2).add_((1 - beta2) * g * g)
-        p -= lr / correction1[i] * m / (v.sqrt() / correction2[i].sqrt() + eps)
+        root = v.sqrt() / (1 - beta2**taken) ** 0.5 + eps
+        p -= lr / (1 - beta1**taken) * m / root
         if copy:
             at_address(copy, size, torch.bfloat16).copy_(p)
-        blocks = starts[owners == i].tolist()
-        assert blocks == list(range(0, size, options["block"]))
+
+
+@pytest.fixture(params=["stand-in", "interpreted"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """The kernels of AdamW, run by Triton's interpreter on the CPU; or a stand-in for them."""
+    if request.param == "interpreted":
+        triton: Any = pytest.importorskip("triton")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        for name in ("sum", "min", "zeros"):  # functions that Triton itself compiles
+            function = triton.jit(getattr(triton.language, name).fn)
+            monkeypatch.setattr(triton.language, name, function)
+        found = importlib.util.find_spec(KERNELS)
+        made: Any = importlib.util.module_from_spec(found)
+        found.loader.exec_module(made)
+        made._PART, made._CHUNK = 32, 8
+        monkeypatch.setattr(module, "_BLOCK", 256)  # several blocks in a small tensor
+    else:
+        made = types.ModuleType(KERNELS)
+        made.measure_gradients, made.adamw_blocks = measure_gradients, adamw_blocks
+    monkeypatch.setitem(sys.modules, KERNELS, made)
+    monkeypatch.setattr(module, "updates_conditionally", lambda device: True)
+    return made
 
 
 @pytest.mark.parametrize("name", ["gpt classifier", "gpt"])
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("frozen", [(), ("key",), ("query",), ("query", "key"), ("query.bias",)])
 def test_the_kernels_table_has_every_stretch_once(
-    frozen: tuple[str, ...], parts: int, name: str, monkeypatch: pytest.MonkeyPatch
+    frozen: tuple[str, ...], parts: int, name: str, kernels: types.ModuleType
 ) -> None:
-    """With a stand-in for the kernel, steps are torch's, and copies follow; also of split rows."""
-    kernels = types.ModuleType("kernels")
-    kernels.adamw_blocks = adamw_blocks  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "frostlab.training.step.kernels", kernels)
+    """Clipped steps are torch's, and copies follow; also of split rows."""
+    rounding = 2.0**-7 if hasattr(kernels, "_adamw") else 0.0  # the interpreter cuts bits off
     model, twin = (build(name).eval() for _ in range(2))
     for each in (model, twin):
         if frozen:
@@ -280,19 +327,28 @@ def test_the_kernels_table_has_every_stretch_once(
     optim, copies = Optim(lr=1e-2, decay=0.1), Bf16Copies(model)
     ours = build_optimizer(model, optim, True, copies=copies)
     theirs = build_optimizer(twin, optim, True)
-    step = EagerStep(Objective(model), ours, Compute(CPU, torch.bfloat16), None, copies=copies)
+    step = EagerStep(Objective(model), ours, Compute(CPU, torch.bfloat16), 0.5, copies=copies)
     rows = np.arange(8).reshape(parts, -1)
     batches = [collate(tokens(labels=classifies(name)), row, PAD) for row in rows]
     for _ in range(3):
         step.gradients(batches, 8)
         for p, other in zip(model.parameters(), twin.parameters(), strict=True):
             gradient = step._gradient(p)
-            other.grad = None if gradient is None else gradient.float()
+            other.grad = None if gradient is None else gradient.float().clone()
+        norm, factor, broken = step._measure()
+        learning = [p for p in twin.parameters() if p.grad is not None]
+        expected = torch.nn.utils.clip_grad_norm_(learning, 0.5)
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0.0)
+        torch.testing.assert_close(factor, (0.5 / expected).clamp(max=1.0), rtol=1e-5, atol=0.0)
+        assert float(broken) == -1.0
+        assert len({id(p) for p in step.reached}) == len(learning)
+        step._update(factor, broken)
+        theirs.step()
         for optimizer in (ours, theirs):
-            optimizer.step()
             optimizer.zero_grad()
         for entry in copies._entries:
-            assert torch.equal(entry.values, entry.parameter.bfloat16()), entry.name
+            rounded = entry.parameter.bfloat16()
+            torch.testing.assert_close(entry.values, rounded, rtol=rounding, atol=0.0)
         for p, other in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(p, other, rtol=1e-5, atol=1e-6)
     assert ours.state_dict()["state"].keys() == theirs.state_dict()["state"].keys()

@@ -23,7 +23,13 @@ from frostlab.training.distributed import (
     preserve_buffers,
 )
 from frostlab.training.step.head_loss import expect_gradient
-from frostlab.training.step.optimizer import Bf16Copies, apply_update, prepare_update, skip_update
+from frostlab.training.step.optimizer import (
+    Bf16Copies,
+    KernelAdamW,
+    apply_update,
+    prepare_update,
+    skip_update,
+)
 
 
 class Diverged(FrostlabError):
@@ -132,8 +138,9 @@ class EagerStep:
             return
         self.dry_run([part.to(self.device) for part in parts], scored)
         self._sum_gradients()
-        _, clip_factor, _ = self._measure()
-        skip_update(self.optimizer, self.device, None if self.clip is None else clip_factor)
+        _, clip_factor, broken = self._measure()
+        clipping = None if self.clip is None else clip_factor
+        skip_update(self.optimizer, self.device, clipping, broken)
         self.optimizer.zero_grad(set_to_none=True)
 
     def dry_run(self, parts: list[Batch], scored: int | Tensor, local: bool = False) -> None:
@@ -193,6 +200,9 @@ class EagerStep:
 
     def _measure(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradient norm, the clip factor, and the index for `Outcome.broken`."""
+        if isinstance(self.optimizer, KernelAdamW):
+            self.reached, norm, clip_factor, broken = self.optimizer.measure(self.clip)
+            return norm, clip_factor, broken
         by_dtype: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = {}
         for p in self.parameters:
             for gradient in self._gradients(p):

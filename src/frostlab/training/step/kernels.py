@@ -1,4 +1,4 @@
-"""Triton kernels: cross-entropy over rows of logits, and AdamW over many tensors."""
+"""Triton kernel: cross-entropy over rows of logits."""
 
 # Triton has no unpacking, so tuples grow by `+`.
 # ruff: noqa: RUF005
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# For the cross-entropy kernel: columns of a chunk, warps of a program, and the most chunks of a
+# Columns of a chunk, warps of a program, and the most chunks of a
 # 16-bit row that fit into registers. Longer rows and 32-bit rows are read twice, by `_WIDE_WARPS`
 # warps. These values are the fastest of seven combinations on an H200 for 50,304 classes.
 _BLOCK, _WARPS, _HELD = 4096, 16, 16
@@ -94,90 +94,3 @@ def cross_entropy_rows(
             block=_BLOCK, held=held, log2=_LOG2, num_warps=_WARPS if held else _WIDE_WARPS,
         )  # fmt: skip
     return losses
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _adamw(  # type: ignore[no-untyped-def]
-    table, owners, starts, decays, correction1, correction2, rates, rate_indices, scale, stopped,
-    sums, beta1, beta2, eps,
-    scaled: tl.constexpr, stops: tl.constexpr, measures: tl.constexpr, even: tl.constexpr,
-    block: tl.constexpr, columns: tl.constexpr,
-):  # fmt: skip
-    """Update one block of a tensor per program; `owners` and `starts` say which tensor and where.
-
-    Each row of `table` holds a tensor's addresses (weight, two moments, gradient, bf16 copy or 0),
-    its size, and whether its gradient is bf16. `even`: addresses and sizes are multiples of 16.
-    `sums` receives two sums of squares per block: of its weights before the step, and of their
-    changes.
-    """
-    updates = True
-    if stops:
-        updates = tl.load(stopped) == 0.0
-    if updates:
-        tensor = tl.load(owners + tl.program_id(0))
-        row = table + tensor * columns
-        weight = tl.load(row).to(tl.pointer_type(tl.float32))
-        mean = tl.load(row + 1).to(tl.pointer_type(tl.float32))
-        square = tl.load(row + 2).to(tl.pointer_type(tl.float32))
-        gradient, copy = tl.load(row + 3), tl.load(row + 4)
-        size = tl.load(row + 5)
-        half = tl.load(row + 6) != 0
-        if even:
-            weight = tl.multiple_of(weight, 16)
-            mean = tl.multiple_of(mean, 16)
-            square = tl.multiple_of(square, 16)
-            gradient = tl.multiple_of(gradient, 16)
-            copy = tl.multiple_of(copy, 16)
-            size = tl.multiple_of(size, 16)
-        start = tl.multiple_of(tl.load(starts + tl.program_id(0)), block)
-        places = start + tl.arange(0, block)
-        inside = places < size
-        g = tl.zeros((block,), tl.float32)
-        if half:
-            g = tl.load(gradient.to(tl.pointer_type(tl.bfloat16)) + places, inside, 0.0).to(
-                tl.float32
-            )
-        else:
-            g = tl.load(gradient.to(tl.pointer_type(tl.float32)) + places, inside, 0.0)
-        if scaled:
-            g = g / tl.load(scale)
-        p = tl.load(weight + places, inside, 0.0)
-        before = p
-        m = tl.load(mean + places, inside, 0.0)
-        v = tl.load(square + places, inside, 0.0)
-        lr = tl.load(rates + tl.load(rate_indices + tensor))
-        p -= lr * tl.load(decays + tensor) * p
-        m += (1 - beta1) * (g - m)
-        v = beta2 * v + (1 - beta2) * g * g
-        root = tl.sqrt(v) / tl.sqrt(tl.load(correction2 + tensor)) + eps
-        p -= lr / tl.load(correction1 + tensor) * m / root
-        tl.store(weight + places, p, inside)
-        if measures:
-            moved = p - before
-            tl.store(sums + 2 * tl.program_id(0), tl.sum(before * before, 0))
-            tl.store(sums + 2 * tl.program_id(0) + 1, tl.sum(moved * moved, 0))
-        tl.store(mean + places, m, inside)
-        tl.store(square + places, v, inside)
-        if copy != 0:
-            half_copy = copy.to(tl.pointer_type(tl.bfloat16))
-            tl.store(half_copy + places, p.to(tl.bfloat16), inside)
-
-
-def adamw_blocks(
-    table: Tensor, owners: Tensor, starts: Tensor, decays: Tensor, correction1: Tensor,
-    correction2: Tensor, rates: Tensor, rate_indices: Tensor, scale: Tensor | None,
-    stopped: Tensor | None, sums: Tensor | None, *,
-    betas: tuple[float, float], eps: float, even: bool, block: int, columns: int,
-) -> None:  # fmt: skip
-    """Take an AdamW step over a table of tensors; `_adamw` describes the columns of the table.
-
-    `owners` and `starts` have an entry per block: its tensor and first element. `decays` (weight
-    decays), `correction1` and `correction2` (the moments' bias corrections) and `rate_indices`
-    (indices into `rates`, the learning rates) have an entry per tensor. `scale` divides gradients;
-    `stopped` above 0 skips the step; `sums` is (blocks, 2) or None.
-    """
-    _adamw[(len(owners),)](
-        table, owners, starts, decays, correction1, correction2, rates, rate_indices, scale,
-        stopped, sums, *betas, eps, scaled=scale is not None, stops=stopped is not None,
-        measures=sums is not None, even=even, block=block, columns=columns, num_warps=8,
-    )  # fmt: skip

@@ -23,10 +23,8 @@ from frostlab.surgery.split import SplitProjection
 from frostlab.training.distributed import place_like
 from frostlab.training.step.head_loss import HEAD_COPY
 
-_BLOCK = 4096  # elements that one program of the kernel (`kernels.adamw_blocks`) updates
-# Columns of the kernel's table: the addresses of weight, two moments, gradient and bf16 copy, then
-# the size, and whether the gradient is bf16.
-_COLUMNS = 7
+_BLOCK = 4096  # elements that one program of a kernel (`adamw_kernels`) reads or updates
+_COLUMNS = 9  # of the kernels' table, which `adamw_kernels` describes
 
 
 def build_optimizer(
@@ -86,8 +84,9 @@ def prepare_update(
     """
     if not updates_conditionally(device):
         return int(broken) < 0
-    optimizer.grad_scale = None if clip_factor is None else 1.0 / clip_factor
-    optimizer.found_inf = (broken >= 0).float()
+    if not isinstance(optimizer, KernelAdamW):  # its `measure` has prepared the update
+        optimizer.grad_scale = None if clip_factor is None else 1.0 / clip_factor
+        optimizer.found_inf = (broken >= 0).float()
     return True
 
 
@@ -107,10 +106,12 @@ def apply_update(
     optimizer.step()
 
 
-def skip_update(optimizer: Any, device: torch.device, clip_factor: Tensor | None) -> None:
+def skip_update(
+    optimizer: Any, device: torch.device, clip_factor: Tensor | None, broken: Tensor
+) -> None:
     """Run the kernels of an update on CUDA, without changing a weight or a moment."""
-    # an index from 0 on means that a gradient is not finite, so the kernel skips the step
-    prepare_update(optimizer, device, clip_factor, torch.zeros((), device=device))
+    prepare_update(optimizer, device, clip_factor, broken)
+    optimizer.found_inf = torch.ones((), device=device)  # makes the kernel skip the step
     optimizer.step()
 
 
@@ -167,11 +168,11 @@ def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class KernelAdamW(torch.optim.AdamW):
-    """AdamW for float32 weights on CUDA in one or two kernel launches; its state is as in torch's.
+    """AdamW for float32 weights on CUDA in a few kernels; its state is as in torch's.
 
-    As in torch's fused AdamW, `grad_scale` divides gradients and `found_inf` above 0 skips a step.
-    If `measures` is set, a step writes the squared norms of each parameter and of its change to
-    `sums`, from which `frostlab.flow.probe` reads them.
+    As in torch's fused AdamW, `grad_scale` divides gradients and `found_inf` above 0 skips a step;
+    `measure` sets both. If `measures` is set, a step writes the squared norms of each parameter and
+    of its change to `sums`, from which `frostlab.flow.probe` reads them.
     """
 
     grad_scale: Tensor | None = None
@@ -182,9 +183,10 @@ class KernelAdamW(torch.optim.AdamW):
     def __init__(self, groups: Any, copies: "Bf16Copies", **options: Any) -> None:
         super().__init__(groups, **options, fused=True)
         self.copies = copies
+        self._measured: _Table | None = None  # the gradients that `measure` has measured
         # tables of the graph that is being recorded, and their values
         self._unfilled: list[tuple[Tensor, list[int]]] = []
-        self._spare_tables: list[Tensor] = []  # empty tables for the next graph
+        self._spare_tables: list[Tensor] = []  # an empty table for the next graph
         self._layouts: dict[Any, list[Tensor]] = {}  # results of `_block_layout`
 
     # Torch decorates the next two methods with functions that import its compiler, which takes a
@@ -196,79 +198,88 @@ class KernelAdamW(torch.optim.AdamW):
     def zero_grad(self, set_to_none: bool = True) -> None:
         _undecorated("zero_grad")(self, set_to_none)
         self.copies.clear()
+        self._measured = None
+
+    @torch.no_grad()
+    def measure(self, clip: float | None) -> tuple[list[Any], Tensor, Tensor, Tensor]:
+        """Measure all gradients, so that the next step clips them, or is skipped.
+
+        The step is skipped if a gradient is not finite. Return the parameters that have gradients,
+        one for each stretch; the norm; the factor that clips it; and the index among these
+        parameters of the first whose gradient is not finite, or −1.
+        """
+        from frostlab.training.step.adamw_kernels import measure_gradients
+
+        self._measured = table = self._read_gradients()
+        values = measure_gradients(
+            table.addresses, table.owners, table.starts, float(clip or math.inf), block=_BLOCK
+        )
+        norm, clip_factor, broken, scale, self.found_inf = values.unbind()
+        self.grad_scale = None if clip is None else scale
+        return [row.p for row in table.rows], norm, clip_factor, broken
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
+        from frostlab.training.step.adamw_kernels import adamw_blocks
+
+        table, self._measured = self._measured or self._read_gradients(), None
+        if self.measures and self.sums is not None:
+            self.sums.zero_()
+        if not table.rows:
+            return
+        group, device = table.rows[0].group, table.addresses.device
+        rates = [
+            rate if isinstance(rate, Tensor) else torch.full((), rate, device=device)
+            for rate in table.rates
+        ]
+        rate = rates[0] if len(rates) == 1 else torch.stack(rates)
+        sums = torch.zeros(len(table.owners), 2, device=device) if self.measures else None
+        adamw_blocks(
+            table.addresses, table.owners, table.starts, table.decays, rate, table.rate_indices,
+            self.grad_scale, self.found_inf, sums, betas=group["betas"], eps=group["eps"],
+            block=_BLOCK,
+        )  # fmt: skip
+        if sums is not None and self.sums is not None:
+            self.sums.index_add_(0, table.places[table.owners], sums.to(self.sums.dtype))
+
+    def _read_gradients(self) -> "_Table":
+        """Return a table of the gradients that there are now."""
         rows: list[_Row] = []
         place = 0
         for group in self.param_groups:
             for p in group["params"]:
                 rows += _rows_of(p, self.copies.pieces(p), group, place)
                 place += 1
-        if self.measures and self.sums is not None:
-            self.sums.zero_()
-        if not rows:
-            return
-        stopped = self.found_inf
-        # a parameter may have several rows in the table, but it takes one step
-        steps = [self._state_of(p)["step"] for p in {id(row.p): row.p for row in rows}.values()]
-        torch._foreach_add_(steps, 1.0)
-        if stopped is not None:  # subtract a list: a single tensor would make the host wait
-            torch._foreach_sub_(steps, [stopped] * len(steps))
-        for even in (True, False):
-            selected = [row for row in rows if row.even == even]
-            if selected:
-                self._launch(selected, even)
-
-    def _launch(self, rows: list["_Row"], even: bool) -> None:
-        from frostlab.training.step.kernels import adamw_blocks
-
-        device = rows[0].p.device
-        states = [self._state_of(row.p) for row in rows]
-        values = []  # the kernel's table, row by row
-        for row, state in zip(rows, states, strict=True):
+        values: list[int] = []  # the kernels' table, row by row
+        for row in rows:
+            state, gradient, copy = self._state_of(row.p), row.gradient, row.copy
             tensors = (row.p, state["exp_avg"], state["exp_avg_sq"])
-            values += [
-                *(tensor.data_ptr() + row.start * tensor.element_size() for tensor in tensors),
-                row.gradient.data_ptr(), 0 if row.copy is None else row.copy.data_ptr(),
-                row.gradient.numel(), row.gradient.dtype == torch.bfloat16,
-            ]  # fmt: skip
-        group = rows[0].group
-        (beta1, beta2), eps = group["betas"], group["eps"]
-        taken = torch.stack([state["step"] for state in states]).double()
-        correction1, correction2 = ((1 - beta**taken).float() for beta in (beta1, beta2))
+            addresses = [t.data_ptr() + row.start * t.element_size() for t in tensors]
+            addresses += [gradient.data_ptr(), 0 if copy is None else copy.data_ptr()]
+            size, half = gradient.numel(), gradient.dtype == torch.bfloat16
+            even = all(number % 16 == 0 for number in (*addresses, size))
+            values += [*addresses, state["step"].data_ptr(), size, half, even]
         rate_index: dict[Any, int] = {}
         for row in rows:  # number the distinct rates; tensors are compared by identity
             rate_index.setdefault(row.group["lr"], len(rate_index))
-        owners, starts, decays, rate_indices, places = self._block_layout(
+        device = self.param_groups[0]["params"][0].device
+        layout = self._block_layout(
             tuple(row.gradient.numel() for row in rows),
             tuple(float(row.group["weight_decay"]) for row in rows),
             tuple(rate_index[row.group["lr"]] for row in rows),
             tuple(row.place for row in rows),
             device,
         )
-        rates = [
-            rate if isinstance(rate, Tensor) else torch.full((), rate, device=device)
-            for rate in rate_index
-        ]
-        rate = rates[0] if len(rates) == 1 else torch.stack(rates)
-        table, sums = self._address_table(values, device), None
-        if self.measures:
-            sums = torch.zeros(len(owners), 2, device=device)
-        adamw_blocks(
-            table, owners, starts, decays, correction1, correction2, rate, rate_indices,
-            self.grad_scale, self.found_inf, sums, betas=(beta1, beta2), eps=eps, block=_BLOCK,
-            columns=_COLUMNS, even=even,
-        )  # fmt: skip
-        if sums is not None and self.sums is not None:
-            self.sums.index_add_(0, places[owners], sums.to(self.sums.dtype))
+        return _Table(rows, list(rate_index), self._address_table(values, device), *layout)
 
     def _state_of(self, p: Any) -> dict[str, Any]:
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros((), device=p.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        # a count that was loaded may be elsewhere, and the kernel needs its address
+        state["step"] = state["step"].to(p.device, torch.float32)
         return state
 
     def _block_layout(
@@ -279,43 +290,43 @@ class KernelAdamW(torch.optim.AdamW):
         places: tuple[int, ...],
         device: torch.device,
     ) -> list[Tensor]:
-        """Return each block's tensor and start, and each tensor's decay, rate index and place."""
+        """Return each block's row and start, and each row's decay, rate index and place."""
         key = (sizes, decays, rate_indices, places)
         if key not in self._layouts:
-            counts = torch.tensor([-(-size // _BLOCK) for size in sizes])
+            counts = torch.tensor([-(-size // _BLOCK) for size in sizes], dtype=torch.int64)
             owners = torch.repeat_interleave(counts)
             firsts = torch.cumsum(counts, 0) - counts
             starts = (torch.arange(len(owners)) - firsts[owners]) * _BLOCK
-            by_tensor = (torch.tensor(decays), torch.tensor(rate_indices), torch.tensor(places))
-            self._layouts[key] = [t.to(device) for t in (owners.int(), starts, *by_tensor)]
+            by_row = (torch.tensor(decays), torch.tensor(rate_indices), torch.tensor(places))
+            self._layouts[key] = [t.to(device) for t in (owners.int(), starts, *by_row)]
         return self._layouts[key]
 
     def _address_table(self, values: list[int], device: torch.device) -> Tensor:
-        """Return the kernel's table of addresses on the device.
+        """Return the kernels' table of addresses on the device.
 
         While a graph is recorded, return an empty table that `fill_address_tables` fills later.
         This table lies outside the graph's memory pool, which the graph's other kernels overwrite.
         """
         if not captures_graphs(device) or not torch.cuda.is_current_stream_capturing():
-            self._keep_spare_tables(device)
-            return torch.tensor(values).to(device)
+            self._keep_spare_table(device)
+            return torch.tensor(values, dtype=torch.int64).view(-1, _COLUMNS).to(device)
         table = self._spare_tables.pop()
         self._unfilled.append((table, values))
         return table
 
-    def _keep_spare_tables(self, device: torch.device) -> None:
-        """Allocate the tables of the next graph before the graph is recorded."""
-        rows = sum(self.copies.rows_of(p) for group in self.param_groups for p in group["params"])
-        size = _COLUMNS * rows
-        while len(self._spare_tables) < 2:  # a step launches the kernel at most twice
-            self._spare_tables.append(torch.zeros(size, dtype=torch.int64, device=device))
+    def _keep_spare_table(self, device: torch.device) -> None:
+        """Allocate the table of the next graph before the graph is recorded."""
+        if not self._spare_tables:
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            rows = sum(self.copies.rows_of(p) for p in parameters)
+            self._spare_tables = [torch.zeros(rows, _COLUMNS, dtype=torch.int64, device=device)]
 
     def fill_address_tables(self) -> list[Tensor]:
         """Fill and return a recorded graph's tables; the caller keeps them as long as the graph."""
         unfilled, self._unfilled = self._unfilled, []
         for table, values in unfilled:
-            table[: len(values)] = torch.tensor(values)
-            self._keep_spare_tables(table.device)
+            table.view(-1)[: len(values)] = torch.tensor(values)
+            self._keep_spare_table(table.device)
         return [table for table, _ in unfilled]
 
 
@@ -328,7 +339,7 @@ def _undecorated(name: str) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class _Row:
-    """A row of the kernel's table: a contiguous stretch of a parameter that has a gradient."""
+    """A row of the kernels' table: a contiguous stretch of a parameter that has a gradient."""
 
     p: Any
     start: int  # of the stretch, in elements
@@ -337,16 +348,23 @@ class _Row:
     group: dict[str, Any]
     place: int  # index of the parameter among the optimizer's parameters
 
-    @property
-    def even(self) -> bool:
-        """Return whether the kernel may use wide loads: sizes and addresses are multiples of 16."""
-        tensors = [t for t in (self.p, self.gradient, self.copy) if t is not None]
-        aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        return aligned and self.gradient.numel() % 16 == 0 and self.start % 16 == 0
+
+@dataclass(frozen=True)
+class _Table:
+    """The gradients of a step, in rows, as the kernels read them from the device."""
+
+    rows: list[_Row]
+    rates: list[Any]  # the distinct learning rates: numbers, or tensors on the device
+    addresses: Tensor  # (rows, columns); in a graph, there may be more rows at the end
+    owners: Tensor  # of each block, its row
+    starts: Tensor  # of each block, its first element
+    decays: Tensor  # of each row, like the next two
+    rate_indices: Tensor  # in `rates`
+    places: Tensor  # see `_Row.place`
 
 
 def _rows_of(p: Any, pieces: list["Piece"], group: dict[str, Any], place: int) -> list[_Row]:
-    """Return the rows of one parameter in the kernel's table."""
+    """Return the rows of one parameter in the kernels' table."""
     starts = accumulate((gradient.numel() for gradient, _ in pieces), initial=0)
     return [
         _Row(p, start, gradient, copy, group, place)
@@ -461,7 +479,7 @@ class Bf16Copies:
         return [] if p.grad is None else [(p.grad, None)]
 
     def rows_of(self, p: nn.Parameter) -> int:
-        """Return the most rows that a parameter takes in the kernel's table, one per stretch."""
+        """Return the most rows that a parameter takes in the kernels' table, one per stretch."""
         entry = self._by_id.get(id(p))
         return 1 if entry is None else len(entry.targets)
 
