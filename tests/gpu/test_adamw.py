@@ -1,6 +1,7 @@
-"""AdamW in one kernel is torch's, whatever it is given, and keeps copies in bf16."""
+"""AdamW in a few kernels is torch's, whatever it is given, and keeps copies in bf16."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import frostlab as fl
 from frostlab.recipe.settings import Optim, Train
 from frostlab.training.distributed import Compute
 from frostlab.training.step import build_step
+from frostlab.training.step.captured import _Recorder
 from frostlab.training.step.eager import EagerStep
 from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import Bf16Copies, KernelAdamW, build_optimizer
@@ -167,3 +169,124 @@ def test_it_says_what_it_moved(stopped: float) -> None:
             wanted = torch.stack([was.double().square().sum(), moved])
             wanted = torch.zeros_like(wanted) if p.grad is None or stopped else wanted
             torch.testing.assert_close(row, wanted, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0, 1e6])
+def test_clipping_and_skipping_are_torchs(clip: float | None) -> None:
+    """Norm, clip factor, counts and weights; a gradient that is not finite skips the step."""
+    sides = pair()
+    steps = [
+        EagerStep(model, optimizer, Compute(CUDA, torch.float32), clip,
+                  copies=getattr(optimizer, "copies", None))
+        for model, optimizer in sides
+    ]  # fmt: skip
+    for number in range(8):
+        give(sides, without=2 if number < 2 else None)
+        broken = {3: ([5, 7], math.nan), 4: ([0], math.inf), 5: ([7], -math.inf)}.get(number)
+        before = [p.detach().clone() for p in sides[0][0].parameters()]
+        measured = []
+        for step, (model, _) in zip(steps, sides, strict=True):
+            parameters = list(model.parameters())
+            for index in broken[0] if broken else []:
+                gradient = parameters[index].grad
+                assert gradient is not None
+                gradient.view(-1)[-1] = broken[1]  # type: ignore[index]
+            norm, factor, at = step._measure()
+            step._update(factor, at)
+            names = {id(p): i for i, p in enumerate(parameters)}
+            first = -1 if at < 0 else names[id(step.reached[int(at)])]
+            measured.append((float(norm), float(factor), first))
+        (norm, factor, first), theirs = measured
+        assert (norm, factor) == pytest.approx(theirs[:2], rel=2e-6, nan_ok=True)
+        assert first == theirs[2] == (broken[0][0] if broken else -1)
+        assert_same(sides)
+        moved = [
+            not torch.equal(p, b) for p, b in zip(sides[0][0].parameters(), before, strict=True)
+        ]
+        assert moved == [broken is None and (number > 1 or i != 2) for i in range(len(SIZES))]
+    counts = [[float(o.state[p]["step"]) for p in m.parameters()] for m, o in sides]
+    assert counts[0] == counts[1] == [5.0 if i != 2 else 3.0 for i in range(len(SIZES))]
+
+
+@pytest.mark.parametrize("name", ["gpt classifier", "bert classifier"])
+@pytest.mark.parametrize("freeze", ["", "key"])
+def test_the_norm_of_bf16_gradients_is_torchs(name: str, freeze: str) -> None:
+    model = build(name).to(CUDA).eval()
+    if freeze:
+        fl.freeze(model, freeze)
+    step = build_step(
+        Objective(model), Optim(clip=0.01), Train(step="eager"), Compute(CUDA, torch.bfloat16),
+        steps=10,
+    )  # fmt: skip
+    parts = [part.to(CUDA) for part in epochs(name, 1, packed=True)[0]]
+    step.gradients(parts, parts[0].scored)
+    pieces = [gradient for p in step.parameters for gradient in step._gradients(p)]
+    assert {gradient.dtype for gradient in pieces} == {torch.bfloat16, torch.float32}
+    expected = torch.stack([gradient.double().norm() for gradient in pieces]).norm()
+    norm, factor, broken = (float(value) for value in step._measure())
+    assert norm == pytest.approx(float(expected), rel=1e-6)
+    assert (factor, broken) == (pytest.approx(0.01 / (norm + 1e-6), rel=1e-6), -1.0)
+    gradient = step._gradients(step.parameters[3])[-1]
+    gradient.view(-1)[-1] = math.nan
+    norm, factor, broken = (float(value) for value in step._measure())
+    assert math.isnan(norm)
+    assert step.reached[int(broken)] is step.parameters[3]
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.99999)])
+def test_corrections_are_exact(betas: tuple[float, float]) -> None:
+    from frostlab.training.step import adamw_kernels
+
+    counts = torch.tensor([0.0, 1.0, 2.0, 10.0, 999.0, 12345.0, 1e6], device=CUDA)
+    rows, before = len(counts), counts.clone()
+    table = torch.zeros(rows, 9, dtype=torch.int64, device=CUDA)
+    table[:, 5] = counts.data_ptr() + 4 * torch.arange(rows, device=CUDA)
+    corrections = torch.zeros(rows, 2, device=CUDA)
+    logs = [adamw_kernels._log(beta) for beta in betas]
+    adamw_kernels._count[(1,)](
+        table, corrections, None, rows, log_beta1=logs[0], log_beta2=logs[1], stops=False,
+        columns=9, wide=8,
+    )  # fmt: skip
+    assert torch.equal(counts, before + 1)
+    wanted = torch.stack([(1 - beta ** counts.double()).float() for beta in betas], 1)
+    torch.testing.assert_close(corrections, wanted, rtol=6e-8, atol=0.0)
+
+
+def test_a_replay_is_an_eager_step_to_the_bit() -> None:
+    """Also a step that is skipped, and the counts."""
+    sides = [pair()[0] for _ in range(2)]
+    held = [list(model.parameters()) for model, _ in sides]
+    optimizers: list[Any] = [optimizer for _, optimizer in sides]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(1e-2, device=CUDA)
+    give(sides)
+    outcomes = torch.zeros(2, 3, device=CUDA)
+
+    def take(side: int) -> None:
+        _, *values = optimizers[side].measure(0.5)
+        optimizers[side].step()
+        outcomes[side].copy_(torch.stack(values))
+
+    for side in (0, 1):
+        take(side)
+    recorder = _Recorder(CUDA)
+    replay = recorder(lambda: take(1))
+    tables = optimizers[1].fill_address_tables()
+    assert len(tables) == 1
+    for number in range(6):
+        for i, size in enumerate(SIZES):
+            gradient = torch.randn(*size, device=CUDA)
+            if (number, i) == (2, 5):
+                gradient[7, 7] = math.nan
+            for parameters in held:
+                parameters[i].grad.copy_(gradient)  # type: ignore[union-attr]
+        take(0)
+        replay()
+        torch.testing.assert_close(outcomes[0], outcomes[1], rtol=0.0, atol=0.0, equal_nan=True)
+        for one, other in zip(*held, strict=True):
+            assert torch.equal(one, other)
+            states = (optimizers[0].state[one], optimizers[1].state[other])
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                assert torch.equal(states[0][key], states[1][key]), key
+    assert all(float(optimizers[1].state[p]["step"]) == 6 for p in held[1])

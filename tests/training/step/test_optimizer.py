@@ -1,10 +1,8 @@
 """Learning rates follow their schedules; bf16 copies give the gradients of autocast."""
 
-import ctypes
-import importlib.util
 import subprocess
 import sys
-import types
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
+import adamw_stand_ins
 import frostlab as fl
 from frostlab.models.fused.joined_linear import stacked
 from frostlab.recipe.settings import Optim, StepDecay
 from frostlab.surgery.split import SplitProjection
 from frostlab.training.batches.batch import Batch, collate
 from frostlab.training.distributed import Compute
-from frostlab.training.step import optimizer as module
 from frostlab.training.step.eager import EagerStep
 from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import (
@@ -33,7 +31,6 @@ from packed import MODELS, PAD, build, classifies, tokens
 
 CPU = torch.device("cpu")
 HALF = torch.bfloat16
-KERNELS = "frostlab.training.step.adamw_kernels"
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
@@ -237,78 +234,10 @@ def test_several_parts_are_added_up_in_float32() -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-def at_address(address: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Return the memory at an address as a tensor, as a kernel sees it."""
-    width = torch.empty((), dtype=dtype).element_size()
-    memory = (ctypes.c_char * (size * width)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype)
-
-
-def gradient_of(row: list[int]) -> Tensor:
-    """Return the gradient of a row of the kernels' table."""
-    return at_address(row[3], row[6], torch.bfloat16 if row[7] else torch.float32).float()
-
-
-def measure_gradients(
-    table: Tensor, owners: Tensor, starts: Tensor, clip: float, *, block: int
-) -> Tensor:
-    """Do what the kernels do, row by row of their table."""
-    norms = torch.stack([gradient_of(row).norm() for row in table.tolist()])
-    norm, stops = norms.norm(), ~norms.isfinite()
-    factor = (clip / (norm + 1e-6)).clamp(max=1.0)
-    broken = float(stops.int().argmax()) if stops.any() else -1.0
-    return torch.stack(
-        [norm, factor, torch.tensor(broken), 1 / factor, torch.tensor(float(stops.any()))]
-    )
-
-
-def adamw_blocks(
-    table: Tensor, owners: Tensor, starts: Tensor, *given: Any, **options: Any
-) -> None:
-    """Do what the kernels do, row by row of their table."""
-    decays, rates, rate_indices, scale, stopped, sums = given
-    assert sums is None
-    (beta1, beta2), eps = options["betas"], options["eps"]
-    counts = {row[5]: at_address(row[5], 1, torch.float32) for row in table.tolist()}
-    for count in counts.values():
-        count += 1.0 if stopped is None else 1.0 - stopped
-    for i, row in enumerate(table.tolist()):
-        addresses, copy, size = row[:3], row[4], row[6]
-        p, m, v = (at_address(address, size, torch.float32) for address in addresses)
-        assert starts[owners == i].tolist() == list(range(0, size, options["block"]))
-        assert row[8] == all(number % 16 == 0 for number in (*row[:5], size))
-        if stopped is not None and stopped > 0:
-            continue
-        g, taken = gradient_of(row) / (1.0 if scale is None else scale), float(counts[row[5]])
-        lr = rates.reshape(-1)[rate_indices[i]]
-        p -= lr * decays[i] * p
-        m += (1 - beta1) * (g - m)
-        v.mul_(beta2).add_((1 - beta2) * g * g)
-        root = v.sqrt() / (1 - beta2**taken) ** 0.5 + eps
-        p -= lr / (1 - beta1**taken) * m / root
-        if copy:
-            at_address(copy, size, torch.bfloat16).copy_(p)
-
-
-@pytest.fixture(params=["stand-in", "interpreted"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """The kernels of AdamW, run by Triton's interpreter on the CPU; or a stand-in for them."""
-    if request.param == "interpreted":
-        triton: Any = pytest.importorskip("triton")
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        for name in ("sum", "min", "zeros"):  # functions that Triton itself compiles
-            function = triton.jit(getattr(triton.language, name).fn)
-            monkeypatch.setattr(triton.language, name, function)
-        found = importlib.util.find_spec(KERNELS)
-        made: Any = importlib.util.module_from_spec(found)
-        found.loader.exec_module(made)
-        made._PART, made._CHUNK = 32, 8
-        monkeypatch.setattr(module, "_BLOCK", 256)  # several blocks in a small tensor
-    else:
-        made = types.ModuleType(KERNELS)
-        made.measure_gradients, made.adamw_blocks = measure_gradients, adamw_blocks
-    monkeypatch.setitem(sys.modules, KERNELS, made)
-    monkeypatch.setattr(module, "updates_conditionally", lambda device: True)
+@pytest.fixture(params=[adamw_stand_ins.use, adamw_stand_ins.interpret], ids=["torch", "triton"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The kernels of AdamW on the CPU."""
+    made: ModuleType = request.param(monkeypatch)
     return made
 
 
@@ -316,7 +245,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("frozen", [(), ("key",), ("query",), ("query", "key"), ("query.bias",)])
 def test_the_kernels_table_has_every_stretch_once(
-    frozen: tuple[str, ...], parts: int, name: str, kernels: types.ModuleType
+    frozen: tuple[str, ...], parts: int, name: str, kernels: ModuleType
 ) -> None:
     """Clipped steps are torch's, and copies follow; also of split rows."""
     rounding = 2.0**-7 if hasattr(kernels, "_adamw") else 0.0  # the interpreter cuts bits off

@@ -41,7 +41,7 @@ class _CapturedGraph:
     inputs: "StaticInputs"
     outputs: Tensor
     replay: Callable[[], None]
-    address_tables: list[Tensor]  # read by the optimizer's kernel, so they must stay alive
+    address_tables: list[Tensor]  # read by the optimizer's kernels, so they must stay alive
 
 
 class CapturedStep(CompiledStep):
