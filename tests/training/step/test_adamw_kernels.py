@@ -243,3 +243,21 @@ def test_a_count_that_was_loaded_is_moved_to_its_weight() -> None:
     optimizer.step()
     count = optimizer.state[weight]["step"]
     assert (float(count), count.dtype, count.ndim) == (6.0, torch.float32, 0)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_step_takes_the_gradients_that_there_are() -> None:
+    """Not those that were measured before `zero_grad`."""
+    ends = []
+    for measured in (False, True):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(40))
+        optimizer = optimizer_of([weight, nn.Parameter(torch.ones(3))])
+        draw([weight], optimizer, absent=-1)
+        if measured:
+            optimizer.measure(None)
+        optimizer.zero_grad()
+        draw([weight], optimizer, absent=-1)
+        optimizer.step()
+        ends.append(weight)
+    assert torch.equal(*ends)
