@@ -20,8 +20,8 @@ KINDS = {
     "convolutions": ("conv", "fprop", "wgrad", "dgrad", "cnn", "_correlate"),
     "matmul": ("nvjet", "gemm", "splitkreduce"),
     "attention": ("sdpa", "cudnn", "flash"),
-    "optimizer": ("fusedopt", "fusedadam", "_adamw"),
-    "norm of the gradient": ("lpnorm", "tensorlistmetadata"),
+    "optimizer": ("fusedopt", "fusedadam", "_adamw", "_count_steps"),
+    "norm of the gradient": ("lpnorm", "tensorlistmetadata", "_squares", "_clipping"),
     "copies": ("memcpy", "memset"),
     "softmax of the head": ("_rows",),
 }

@@ -243,7 +243,7 @@ def test_corrections_are_exact(betas: tuple[float, float]) -> None:
     table[:, 5] = counts.data_ptr() + 4 * torch.arange(rows, device=CUDA)
     corrections = torch.zeros(rows, 2, device=CUDA)
     logs = [adamw_kernels._log(beta) for beta in betas]
-    adamw_kernels._count[(1,)](
+    adamw_kernels._count_steps[(1,)](
         table, corrections, None, rows, log_beta1=logs[0], log_beta2=logs[1], stops=False,
         columns=9, wide=8,
     )  # fmt: skip

@@ -162,7 +162,7 @@ def test_corrections_are_exact(beta: float, kernels: Any) -> None:
     table, corrections = torch.zeros(rows, 9, dtype=torch.int64), torch.zeros(rows, 2)
     table[:, 5] = counts.data_ptr() + 4 * torch.arange(rows)
     log = kernels._log(beta)
-    kernels._count[(1,)](
+    kernels._count_steps[(1,)](
         table, corrections, None, rows, log_beta1=log, log_beta2=log, stops=False, columns=9,
         wide=8,
     )  # fmt: skip

@@ -120,7 +120,7 @@ def measure_gradients(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _count(  # type: ignore[no-untyped-def]
+def _count_steps(  # type: ignore[no-untyped-def]
     table, corrections, stopped, rows,
     log_beta1: tl.constexpr, log_beta2: tl.constexpr, stops: tl.constexpr, columns: tl.constexpr,
     wide: tl.constexpr,
@@ -247,7 +247,7 @@ def adamw_blocks(
     """
     rows, stops = len(decays), stopped is not None
     corrections = torch.empty(rows, 2, dtype=torch.float32, device=table.device)
-    _count[(1,)](
+    _count_steps[(1,)](
         table, corrections, stopped, rows, log_beta1=_log(betas[0]), log_beta2=_log(betas[1]),
         stops=stops, columns=table.shape[1], wide=triton.next_power_of_2(rows), num_warps=_WARPS,
     )  # fmt: skip
