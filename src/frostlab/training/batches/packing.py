@@ -122,7 +122,9 @@ def pack(
         targets[:total] = np.take(tokens.ids, token_indices + 1)
         if tokens.scored_from is not None:
             targets[:total][place + 1 < tokens.scored_from[rows][owner]] = IGNORED
-    inputs = {"input_ids": torch.from_numpy(ids[None])}
+    # torch's `[None]` gives the new axis the stride of a graph's input; numpy's gives it 0, for
+    # which compiled code would be compiled anew
+    inputs = {"input_ids": torch.from_numpy(ids)[None]}
     if types and tokens.second is not None:
         second = np.zeros((1, width), np.int64)
         second[0, :total] = place >= tokens.second[rows][owner]
@@ -133,7 +135,7 @@ def pack(
         inputs["cached"] = torch.from_numpy(cached)
     return Batch(
         inputs,
-        torch.from_numpy(targets if tokens.labels is not None else targets[None]),
+        torch.from_numpy(targets) if tokens.labels is not None else torch.from_numpy(targets)[None],
         examples=len(rows),
         tokens=total,
         scored=int((targets != IGNORED).sum()),
