@@ -52,7 +52,7 @@ outside: setup .outside/.ready
 kernels: setup .triton/.ready
 	TRITON_INTERPRET=1 PYTHONPATH=.triton $(BIN)/pytest -n 2 --dist worksteal \
 		tests/models/test_fused_kernels.py tests/models/test_depthwise.py \
-		tests/training/step/test_adamw_kernels.py
+		tests/training/step/test_adamw_kernels.py tests/training/step/test_head_kernels.py
 
 .triton/.ready: constraints.txt | setup
 	rm -rf $(@D)
