@@ -109,6 +109,21 @@ def differentiate(
     return gradient.view(x.shape), by_branch, by_weight, by_shift, by_bias
 
 
+def add(x: Tensor, branch: Tensor, seed: Tensor | None, dropout: float) -> Tensor:
+    return x + masked(branch, seed, dropout)
+
+
+def differentiate_sum(
+    by_total: Tensor,
+    seed: Tensor | None,
+    dropout: float,
+    branch_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    by_branch = masked(by_total, seed, dropout).to(branch_dtype).clone()
+    return by_branch, by_branch.flatten(0, -2).to(by_total.dtype).sum(0).to(bias_dtype)
+
+
 def activate(x: Tensor, tanh: bool) -> Tensor:
     return F.gelu(x, approximate="tanh" if tanh else "none")
 
@@ -188,6 +203,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     embeddings = ModuleType(EMBEDDING)
     embeddings.add_rows = add_rows
     norms.normalise, norms.differentiate = normalise, differentiate
+    norms.add, norms.differentiate_sum = add, differentiate_sum
     gelus.activate, gelus.differentiate = activate, differentiate_gelu
     attentions.attend, attentions.differentiate = attend, differentiate_attention
     for module in (norms, gelus, attentions, embeddings):

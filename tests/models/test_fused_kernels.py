@@ -134,6 +134,20 @@ def test_residual_norm(kernels: Any, dropout: float, keep: bool) -> None:
         assert off(one, other) < 1e-5
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_residual_sum(kernels: Any, dropout: float) -> None:
+    norms = kernels("residual_norm_kernels")
+    torch.manual_seed(0)
+    x, branch, by_total = (torch.randn(7, 48) for _ in range(3))
+    seed, factors = torch.tensor([SEED, 0]) if dropout else None, keeps(7, 48, dropout)
+    assert off(norms.add(x, branch, seed, dropout), x + branch * factors) < 1e-6
+    by_branch, by_bias = norms.differentiate_sum(
+        by_total, seed, dropout, torch.float32, torch.float32
+    )
+    assert off(by_branch, by_total * factors) < 1e-6
+    assert off(by_bias, (by_total * factors).sum(0)) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("count", "rows", "width"), [(5, 3, 7), (100, 7, 16), (64, 200, 40), (97, 5, 8), (40, 1, 70)]
 )

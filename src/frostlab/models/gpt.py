@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from frostlab.models.attention import KeyValueCache, Packing, QKNorm, attend
 from frostlab.models.fused.embedding import look_up
 from frostlab.models.fused.gelu import gelu_of
-from frostlab.models.fused.residual_norm import add_and_norm, keep_and_norm
+from frostlab.models.fused.residual_norm import add, add_and_norm, keep_and_norm
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class GPTBlock(nn.Module):
         mixed = self.attend(normed, mask, packing, cache)
         dropout = self.dropout if self.training else 0.0
         x, normed = add_and_norm(x, self.out, mixed, self.norm2, dropout)
-        return x + F.dropout(self.down(gelu_of(self.up, normed, "tanh")), dropout)
+        return add(x, self.down, gelu_of(self.up, normed, "tanh"), dropout)
 
     def attend(
         self,

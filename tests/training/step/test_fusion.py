@@ -17,13 +17,20 @@ from frostlab.models.fused import joined_attention
 from frostlab.models.fused.embedding import embed
 from frostlab.models.fused.gelu import gelu, gelu_of
 from frostlab.models.fused.joined_linear import joined_linear
-from frostlab.models.fused.residual_norm import add_and_norm, keep_and_norm, residual_norm
+from frostlab.models.fused.residual_norm import (
+    add,
+    add_and_norm,
+    keep_and_norm,
+    residual_norm,
+    residual_sum,
+)
 from frostlab.models.gpt import GPTBlock, GPTConfig
 from frostlab.training.step.fusion import (
     fuse_attention,
     fuse_embeddings,
     fuse_gelus,
     fuse_norms,
+    fuse_sums,
     share_seeds,
 )
 from frostlab.training.step.joining import join_linears
@@ -45,6 +52,7 @@ class Fused:
         from torch._dynamo.backends.common import aot_autograd
 
         fuse_norms(module.graph)
+        fuse_sums(module.graph)
         fuse_gelus(module.graph)
         join_linears(module.graph)
         fuse_attention(module.graph)
@@ -138,6 +146,7 @@ def test_a_fused_layer_is_the_same_function(
     found = outcome(layer, x, arguments, precision)
     assert_same(found, wanted, 3e-2 if precision == HALF else 1e-5)
     assert backend.calls.count(residual_norm) == 2
+    assert backend.calls.count(residual_sum) == (make is gpt)
     assert backend.calls.count(gelu) == (precision == HALF)
     assert backend.calls.count(joined_attention.attend) == 1
     assert F.layer_norm not in backend.calls
@@ -273,7 +282,7 @@ def test_operations_outside_a_compiler_are_the_same_functions(
 
         return call
 
-    for function in (keep_and_norm, add_and_norm, gelu_of):
+    for function in (keep_and_norm, add_and_norm, add, gelu_of):
         owner = "frostlab.models.gpt." + function.__name__
         if function is gelu_of:
             on_cuda = called(lambda inputs, linear, how: gelu_of(linear, inputs, how))
@@ -284,7 +293,7 @@ def test_operations_outside_a_compiler_are_the_same_functions(
             monkeypatch.setattr(owner, called(function))
     found = eager_outcome(block, x, (mask,), HALF)
     assert_same(found, wanted, 3e-2)
-    assert len(seen) == 3
+    assert len(seen) == 4
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own

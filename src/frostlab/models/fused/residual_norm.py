@@ -1,4 +1,4 @@
-"""A residual sum with the layer norm after it: in Triton kernels on CUDA, else in torch's.
+"""A residual sum, alone or with the layer norm after it: in Triton kernels on CUDA, else torch's.
 
 One kernel adds a branch to the residual stream, normalises the sum, and writes the result in the
 dtype in which the next linear map needs it. Two more compute all gradients, including those of the
@@ -36,6 +36,14 @@ def add_and_norm(
     )
     assert total is not None
     return total, low
+
+
+def add(x: Tensor, linear: nn.Module, inputs: Tensor, dropout: float) -> Tensor:
+    """Return x + dropout(linear(inputs))."""
+    if not on_gpu(x) or not fits_sum(x) or torch.compiler.is_compiling():
+        return x + F.dropout(linear(inputs), dropout)
+    branch, bias = apply_linear(linear, inputs)
+    return residual_sum(x, branch, bias, dropout)
 
 
 def keep_and_norm(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -79,12 +87,53 @@ def is_hooked(module: nn.Module) -> bool:
     return bool(hooked or module._backward_pre_hooks or hooks._has_any_global_hook())
 
 
+def fits_sum(x: Tensor) -> bool:
+    """Return whether the kernels can add up rows like x: float32, and not too wide."""
+    return devices.HAS_TRITON and x.dtype == torch.float32 and x.shape[-1] <= WIDEST
+
+
 def fits(x: Tensor, weight: Tensor | None, shift: Tensor | None, shape: Any) -> bool:
     """Return whether the kernels can normalise x: float32 rows that are not too wide."""
-    if not devices.HAS_TRITON or weight is None or tuple(shape) != (x.shape[-1],):
+    if weight is None or tuple(shape) != (x.shape[-1],):
         return False
-    typed = x.dtype == weight.dtype == torch.float32 and (shift is None or shift.dtype == x.dtype)
-    return typed and x.shape[-1] <= WIDEST
+    typed = weight.dtype == x.dtype and (shift is None or shift.dtype == x.dtype)
+    return typed and fits_sum(x)
+
+
+def residual_sum(
+    x: Tensor, branch: Tensor, bias: Tensor | None, dropout: float, seed: Tensor | None = None
+) -> Tensor:
+    """Return x + dropout(branch); bias and seed are as in `residual_norm`."""
+    if dropout and seed is None:
+        seed = fused.draw_seeds(x.device, 1)[0]
+    total: Tensor = _ResidualSum.apply(x, branch, bias, seed, dropout)
+    return total
+
+
+class _ResidualSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        branch: Tensor,
+        bias: Tensor | None,
+        seed: Tensor | None,
+        dropout: float,
+    ) -> Tensor:
+        ctx.save_for_backward(seed)
+        ctx.dropout, ctx.branch_dtype = dropout, branch.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        total: Tensor = fused.chosen(add_up, _ADD_UP, x)(x, branch, seed, dropout)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        operation = fused.chosen(differentiate_sum, _DIFFERENTIATE_SUM, upstream)
+        by_branch, by_bias = operation(
+            upstream, *ctx.saved_tensors, ctx.dropout, ctx.branch_dtype,
+            ctx.bias_dtype or torch.float32,
+        )  # fmt: skip
+        return upstream, by_branch, None if ctx.bias_dtype is None else by_bias, None, None
 
 
 def residual_norm(
@@ -232,6 +281,27 @@ def differentiate(
     )  # fmt: skip
 
 
+def add_up(x: Tensor, branch: Tensor, seed: Tensor | None, dropout: float) -> Tensor:
+    """Run the forward kernel of a sum without a norm."""
+    from frostlab.models.fused import residual_norm_kernels as kernels
+
+    return kernels.add(x.contiguous(), branch.contiguous(), seed, dropout)
+
+
+def differentiate_sum(
+    by_total: Tensor,
+    seed: Tensor | None,
+    dropout: float,
+    branch_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Run the backward kernels of a sum without a norm."""
+    from frostlab.models.fused import residual_norm_kernels as kernels
+
+    by_total = by_total.contiguous()
+    return kernels.differentiate_sum(by_total, seed, dropout, branch_dtype, bias_dtype)
+
+
 _NORMALISE = torch.library.custom_op("frostlab::residual_norm", normalise, mutates_args=())
 _DIFFERENTIATE = torch.library.custom_op(
     "frostlab::residual_norm_backward", differentiate, mutates_args=()
@@ -274,4 +344,26 @@ def _(
         x.new_empty(width),
         x.new_empty(width),
         x.new_empty(width if branches else 0, dtype=bias_dtype if branches else None),
+    )
+
+
+_ADD_UP = torch.library.custom_op("frostlab::residual_sum", add_up, mutates_args=())
+_DIFFERENTIATE_SUM = torch.library.custom_op(
+    "frostlab::residual_sum_backward", differentiate_sum, mutates_args=()
+)
+
+
+@_ADD_UP.register_fake
+def _(x: Tensor, branch: Tensor, seed: Any, dropout: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@_DIFFERENTIATE_SUM.register_fake
+def _(
+    by_total: Tensor, seed: Any, dropout: float, branch_dtype: torch.dtype, bias_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    width = by_total.shape[-1]
+    return (
+        by_total.new_empty(by_total.shape, dtype=branch_dtype),
+        by_total.new_empty(width, dtype=bias_dtype),
     )

@@ -1,4 +1,4 @@
-"""Triton kernels of a residual sum with a layer norm, forward and backward.
+"""Triton kernels of a residual sum, with or without a layer norm, forward and backward.
 
 A program holds one row at a time in registers, at most eight columns per lane. In the backward
 pass, it takes one row after another and adds up, in registers, its share of three gradients that
@@ -126,6 +126,44 @@ def _backward(
         tl.store(start + 2 * width, bias_sum, inside)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_forward(
+    x, branch, seed, total, width: tl.constexpr, threshold: tl.constexpr, block: tl.constexpr
+):
+    """Write a row of x + dropout(branch)."""
+    row = tl.program_id(0)
+    column = tl.arange(0, block)
+    inside = column < width
+    place = row.to(tl.int64) * width + column
+    added = tl.load(branch + place, inside, 0.0).to(tl.float32)
+    if threshold > 0:
+        first, second = keys_of(seed, row)
+        added = dropped_out(added, first, second, column, threshold)
+    value = tl.load(x + place, inside, 0.0).to(tl.float32) + added
+    tl.store(total + place, value.to(total.dtype.element_ty), inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_backward(
+    by_total, seed, by_branch, shares, count,
+    width: tl.constexpr, threshold: tl.constexpr, block: tl.constexpr, stages: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of the branch before its dropout; add up that of the branch's bias."""
+    column = tl.arange(0, block)
+    inside = column < width
+    bias_sum = tl.zeros((block,), tl.float32)
+    for at in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=stages):
+        row = tl.full((), at, tl.int64)
+        place = row * width + column
+        gradient = tl.load(by_total + place, inside, 0.0).to(tl.float32)
+        if threshold > 0:
+            first, second = keys_of(seed, row)
+            gradient = dropped_out(gradient, first, second, column, threshold)
+        tl.store(by_branch + place, gradient.to(by_branch.dtype.element_ty), inside)
+        bias_sum += gradient
+    tl.store(shares + tl.program_id(0) * width + column, bias_sum, inside)
+
+
 def _tile(width: int) -> dict[str, int]:
     """Return the block that holds a row, and the number of warps of its program."""
     block = max(triton.next_power_of_2(width), 32)
@@ -197,8 +235,7 @@ def differentiate(
             total.zero_()
         return by_x, by_branch, sums[0], sums[1], by_bias
     tile = _tile(width)
-    processors = multiprocessors(x.device)
-    programs = min(max(1, _WARPS // tile["num_warps"]) * processors, count)
+    programs = min(_programs(x, tile), count)
     shares = x.new_empty(programs, 3, width, dtype=torch.float32)
     _backward[(programs,)](
         x, branch, weight, seed, means, scales, by_total, by_exact, by_low, by_x, by_branch,
@@ -206,7 +243,48 @@ def differentiate(
         width=width, adds=branch is not None, threshold=threshold_of(dropout),
         has_total=by_total is not None, has_exact=by_exact is not None,
         has_low=by_low is not None, branches=branches,
-        stages=max(1, min(_STAGES, _AHEAD // tile["block"])), **tile,
+        stages=_stages(tile), **tile,
     )  # fmt: skip
     add_shares(shares, sums)
     return by_x, by_branch, sums[0], sums[1], by_bias
+
+
+def add(x: Tensor, branch: Tensor, seed: Tensor | None, dropout: float) -> Tensor:
+    """Return x + dropout(branch), both contiguous, in the dtype of x."""
+    width, total = x.shape[-1], torch.empty_like(x)
+    if x.numel():
+        _add_forward[(x.numel() // width,)](
+            x, branch, seed, total, width=width, threshold=threshold_of(dropout), **_tile(width)
+        )
+    return total
+
+
+def differentiate_sum(
+    by_total: Tensor, seed: Tensor | None, dropout: float, branch_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the gradient of the branch of a contiguous sum, and its sum over all rows."""
+    width = by_total.shape[-1]
+    count = by_total.numel() // width
+    by_branch = torch.empty_like(by_total, dtype=branch_dtype)
+    by_bias = by_total.new_zeros(width, dtype=bias_dtype)
+    if count:
+        tile = _tile(width)
+        programs = min(_programs(by_total, tile), count)
+        shares = by_total.new_empty(programs, 1, width, dtype=torch.float32)
+        _add_backward[(programs,)](
+            by_total, seed, by_branch, shares, count, width=width,
+            threshold=threshold_of(dropout), stages=_stages(tile), **tile,
+        )  # fmt: skip
+        add_shares(shares, [by_bias])
+    return by_branch, by_bias
+
+
+def _programs(x: Tensor, tile: dict[str, int]) -> int:
+    """Return the number of programs of a backward pass."""
+    return max(1, _WARPS // tile["num_warps"]) * multiprocessors(x.device)
+
+
+def _stages(tile: dict[str, int]) -> int:
+    """Return how many rows are in a program's memory at once."""
+    return max(1, min(_STAGES, _AHEAD // tile["block"]))

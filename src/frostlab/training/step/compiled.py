@@ -24,6 +24,7 @@ from frostlab.training.step.fusion import (
     fuse_embeddings,
     fuse_gelus,
     fuse_norms,
+    fuse_sums,
     share_seeds,
 )
 from frostlab.training.step.joining import join_linears
@@ -180,6 +181,7 @@ def joining_backend(module: GraphModule, inputs: Sequence[Any]) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
     fuse_norms(module.graph)
+    fuse_sums(module.graph)
     fuse_gelus(module.graph)
     join_linears(module.graph)
     fuse_attention(module.graph)

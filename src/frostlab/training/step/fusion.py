@@ -16,10 +16,21 @@ from torch.fx import Graph, Node
 
 from frostlab.models.fused import draw_seeds, embedding, gelu, joined_attention
 from frostlab.models.fused.joined_linear import joined_linear
-from frostlab.models.fused.residual_norm import fits, residual_norm
+from frostlab.models.fused.residual_norm import fits, fits_sum, residual_norm, residual_sum
 from frostlab.training.step.joining import writes_in_place
 
 _SUMS = (operator.add, torch.add)
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A sum of the residual stream and a branch in a graph."""
+
+    node: Node
+    stream: Node
+    branch: Node  # the other term of the sum, before its dropout
+    dropped: Node | None  # the branch after its dropout, if it has one
+    dropout: float
 
 
 @dataclass(frozen=True)
@@ -31,10 +42,7 @@ class _Norm:
     weight: Node
     shift: Node | None  # the norm's bias
     eps: float
-    total: Node | None = None  # the sum of the residual stream and a branch
-    branch: Node | None = None  # the other term of the sum, before its dropout
-    dropped: Node | None = None  # the branch after its dropout, if it has one
-    dropout: float = 0.0
+    sum: _Sum | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,28 @@ def fuse_norms(graph: Graph) -> None:
     graph.lint()
 
 
+def fuse_sums(graph: Graph) -> None:
+    """Replace each sum of a residual stream and a linear map's output by a fused operation.
+
+    Sums before a norm must have been replaced by `fuse_norms`.
+    """
+    for node in list(graph.nodes):
+        found = _as_sum(node)
+        if found is None or found.branch.target is not F.linear or not fits_sum(_value(node)):
+            continue
+        learning = _detach_bias(graph, found.branch)
+        with graph.inserting_before(node):
+            fused = graph.call_function(
+                residual_sum, (found.stream, found.branch, learning, found.dropout)
+            )
+        fused.meta["example_value"] = _value(node)
+        node.replace_all_uses_with(fused)
+        for dead in (node, found.dropped):
+            if dead is not None:
+                graph.erase_node(dead)
+    graph.lint()
+
+
 def fuse_gelus(graph: Graph) -> None:
     """Replace each GELU that follows a linear map by a fused operation."""
     for node in list(graph.nodes):
@@ -71,7 +101,7 @@ def fuse_gelus(graph: Graph) -> None:
         if not isinstance(linear, Node) or linear.target is not F.linear or len(linear.users) > 1:
             continue
         if gelu.fits(_value(linear).dtype):
-            learning = next(iter(_detach_biases(graph, linear)), None)
+            learning = _detach_bias(graph, linear)
             approximate = node.kwargs.get("approximate", "none")
             with graph.inserting_before(node):
                 fused = graph.call_function(gelu.gelu, (linear, learning, approximate))
@@ -116,7 +146,8 @@ def fuse_embeddings(graph: Graph) -> None:
 
 def share_seeds(graph: Graph) -> None:
     """Let the fused operations with dropout draw their seeds together, by one kernel."""
-    places = {residual_norm: 5, joined_attention.attend: 5}  # of the probability of dropout
+    # the place of the probability of dropout among an operation's arguments
+    places = {residual_norm: 5, residual_sum: 3, joined_attention.attend: 5}
     nodes = [n for n in graph.nodes if n.target in places and n.args[places[n.target]] > 0]
     if not nodes:
         return
@@ -215,22 +246,27 @@ def _as_norm(node: Node) -> _Norm | None:
         return None
     if not fits(_value(x), _value(weight), shift and _value(shift), given["normalized_shape"]):
         return None
-    plain = _Norm(node, x, weight, shift, given.get("eps", 1e-5))
-    if x.op != "call_function" or x.target not in _SUMS or x.kwargs or len(x.args) != 2:
-        return plain
-    terms = [term for term in x.args if isinstance(term, Node)]
+    eps = given.get("eps", 1e-5)
+    found = _as_sum(x)
+    if found is None or not _can_move(found.dropped or x, x, node):
+        return _Norm(node, x, weight, shift, eps)
+    return _Norm(node, found.stream, weight, shift, eps, found)
+
+
+def _as_sum(node: Node) -> _Sum | None:
+    """Return a node as the sum of a residual stream in float32 and a branch; None if it is not."""
+    if node.op != "call_function" or node.target not in _SUMS or node.kwargs or len(node.args) != 2:
+        return None
+    terms = [term for term in node.args if isinstance(term, Node)]
     if any(not isinstance(term.meta.get("example_value"), Tensor) for term in terms):
-        return plain
-    if len(terms) < 2 or any(_value(term).shape != _value(x).shape for term in terms):
-        return plain
+        return None
+    if len(terms) < 2 or any(_value(term).shape != _value(node).shape for term in terms):
+        return None
     stream, branch = sorted(terms, key=_is_branch)
     if _value(stream).dtype != torch.float32 or stream is branch:
-        return plain
+        return None
     inside, dropout = _without_dropout(branch)
-    dropped = None if inside is branch else branch
-    if not _can_move(dropped or x, x, node):
-        return plain
-    return _Norm(node, stream, weight, shift, plain.eps, x, inside, dropped, dropout)
+    return _Sum(node, stream, inside, None if inside is branch else branch, dropout)
 
 
 def _can_move(first: Node, total: Node, norm: Node) -> bool:
@@ -280,12 +316,10 @@ def _without_dropout(node: Node) -> tuple[Node, float]:
 
 
 def _replace(graph: Graph, norm: _Norm) -> None:
-    node, learning = norm.node, None
-    linear = norm.branch
-    if linear is not None and linear.target is F.linear and len(linear.users) == 1:
-        learning = next(iter(_detach_biases(graph, linear)), None)
+    node, before = norm.node, norm.sum
+    learning = None if before is None else _detach_bias(graph, before.branch)
     order = {other: number for number, other in enumerate(graph.nodes)}
-    source = norm.x if norm.total is None else norm.total
+    source = norm.x if before is None else before.node
     later = [user for user in source.users if order[user] > order[node]]
     # Without a sum, a later node may change x in place, and the later readers then keep reading x.
     # With a sum, `_can_move` rules this out.
@@ -298,8 +332,9 @@ def _replace(graph: Graph, norm: _Norm) -> None:
         results = graph.call_function(
             residual_norm,
             (
-                norm.x, norm.branch, norm.weight, norm.shift, learning, norm.dropout, norm.eps,
-                bool(later), bool(others), bool(products),
+                norm.x, before.branch if before else None, norm.weight, norm.shift, learning,
+                before.dropout if before else 0.0, norm.eps, bool(later), bool(others),
+                bool(products),
             ),
         )  # fmt: skip
         # the sum; the norm for other readers, in float32; the norm for products, perhaps in bf16
@@ -309,9 +344,17 @@ def _replace(graph: Graph, norm: _Norm) -> None:
     for users, old, new in ((later, source, 0), (others, node, 1), (products, node, 2)):
         for user in users:
             user.replace_input_with(old, places[new])
-    for dead in (node, norm.total, norm.dropped, *places):
+    sums = () if before is None else (before.node, before.dropped)
+    for dead in (node, *sums, *places):
         if dead is not None and not dead.users:
             graph.erase_node(dead)
+
+
+def _detach_bias(graph: Graph, branch: Node) -> Node | None:
+    """Detach the bias of the linear map that ends a branch; return it if it is trainable."""
+    if branch.target is not F.linear or len(branch.users) > 1:
+        return None
+    return next(iter(_detach_biases(graph, branch)), None)
 
 
 def _detach_biases(graph: Graph, linear: Node) -> list[Node]:
