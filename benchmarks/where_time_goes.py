@@ -1,16 +1,17 @@
-"""Profile a captured step by kind of kernel; CUDA only.
+"""Time a captured step, and profile it by kind of kernel; CUDA only.
 
 python benchmarks/where_time_goes.py [--case bert] [--freeze query,key] [--batch 256] [--top 20]
 """
 
 import argparse
+import statistics
 from collections import Counter
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 import frostlab as fl
-from common import device_name, report
+from common import device_name, report, timed
 from frostlab.training.step.objective import Objective
 from kinds import CASES, CUDA, prepare, take
 
@@ -19,7 +20,9 @@ KINDS = {
     "compiled elementwise and sums": ("triton_",),
     "convolutions": ("conv", "fprop", "wgrad", "dgrad", "cnn", "_correlate"),
     "matmul": ("nvjet", "gemm", "splitkreduce"),
-    "attention": ("sdpa", "cudnn", "flash"),
+    "attention": ("sdpa", "cudnn", "flash", "_attend"),
+    "norms, sums and GELU": ("_norm_", "_sum_", "_gelu", "_add_shares"),
+    "gradients of embeddings": ("_rank_ids", "_add_segments", "_add_parts", "radix", "embedding"),
     "optimizer": ("fusedopt", "fusedadam", "_adamw", "_count_steps"),
     "norm of the gradient": ("lpnorm", "tensorlistmetadata", "_squares", "_clipping"),
     "copies": ("memcpy", "memset"),
@@ -49,6 +52,7 @@ def main() -> None:
         return built
 
     step = prepare(objective, inputs)
+    rounds = sorted(timed(lambda: take(step, inputs, 20), CUDA) / 20 for _ in range(9))
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         take(step, inputs, STEPS)
     spent, count = Counter[str](), Counter[str]()
@@ -65,6 +69,7 @@ def main() -> None:
         "batch": options.batch or batch,
         "freeze": options.freeze,
         "became": step.kind,
+        "step_ms": [round(1e3 * f(rounds), 3) for f in (statistics.median, min, max)],
         "ms": {kind: round(value, 3) for kind, value in spent.most_common()},
         "kernels": dict(count),
         "sum_ms": round(sum(spent.values()), 3),

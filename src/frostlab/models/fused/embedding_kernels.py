@@ -19,7 +19,7 @@ _RANKED, _COMPARED = 16, 256  # rows that a program counts for, and that it comp
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rank(ids, order, count, rows: tl.constexpr, compared: tl.constexpr):
+def _rank_ids(ids, order, count, rows: tl.constexpr, compared: tl.constexpr):
     """Write the place of each row to where it comes in the order: how many rows come before it."""
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     own = tl.load(ids + row, row < count, 0).to(tl.int32)[:, None]
@@ -127,7 +127,7 @@ def add_rows(table: Tensor, ids: Tensor, values: Tensor, skipped: int, adds: boo
         return
     if count <= _COUNTED:
         order = torch.empty(count, dtype=torch.int32, device=ids.device)
-        _rank[(triton.cdiv(count, _RANKED),)](
+        _rank_ids[(triton.cdiv(count, _RANKED),)](
             ids, order, count, rows=_RANKED, compared=_COMPARED, num_warps=4
         )
     else:  # int32 is sorted in half the passes of int64

@@ -39,7 +39,7 @@ def _logistic(x):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _forward(x, out, count, tanh: tl.constexpr, block: tl.constexpr):
+def _gelu_forward(x, out, count, tanh: tl.constexpr, block: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     value = tl.load(x + place, place < count, 0.0).to(tl.float32)
     if tanh:
@@ -51,7 +51,7 @@ def _forward(x, out, count, tanh: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _backward(
+def _gelu_backward(
     upstream, x, by_x, shares, count, width,
     tanh: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +87,7 @@ def activate(x: Tensor, tanh: bool) -> Tensor:
     """Return GELU of a contiguous tensor."""
     out = torch.empty_like(x)
     if x.numel():
-        _forward[(triton.cdiv(x.numel(), _BLOCK),)](
+        _gelu_forward[(triton.cdiv(x.numel(), _BLOCK),)](
             x, out, x.numel(), tanh=tanh, block=_BLOCK, num_warps=8
         )
     return out
@@ -104,7 +104,7 @@ def differentiate(
         across = triton.cdiv(width, _COLUMNS)
         down = programs_down(x, across, _ROWS, _PROGRAMS)
         shares = x.new_empty(down, 1, width, dtype=torch.float32)
-        _backward[(across, down)](
+        _gelu_backward[(across, down)](
             upstream, x, by_x, shares, count, width,
             tanh=tanh, rows=_ROWS, columns=_COLUMNS, stages=_STAGES, num_warps=4,
         )  # fmt: skip

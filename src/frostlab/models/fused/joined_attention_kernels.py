@@ -22,8 +22,8 @@ from frostlab.models.fused.dropout_kernels import dropped_out, keys_of, threshol
 from frostlab.models.fused.sum_kernels import add_shares
 
 LONGEST_WHOLE = 128  # tokens; the scores of so many fit into the registers of one program
-_LEVELS = 64  # rows of a program of `_levels`
-# From this many programs of `_backward` per multiprocessor, three of them at once are faster than
+_LEVELS = 64  # rows of a program of `_attend_levels`
+# From this many programs of `_attend_backward` per multiprocessor, three of them at once are faster than
 # two, although they have fewer registers each.
 _MANY, _REGISTERS = 8, 168
 _fitting: dict[Any, int] = {}  # for each kernel and device, the number of the first tiles that fit
@@ -74,7 +74,7 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["length"])  # type: ignore[untyped-decorator]
-def _forward(
+def _attend_forward(
     joined, out, stats, seed, length,
     query_at: tl.constexpr, key_at: tl.constexpr, value_at: tl.constexpr, heads: tl.constexpr,
     size: tl.constexpr, scale: tl.constexpr, threshold: tl.constexpr, causal: tl.constexpr,
@@ -150,7 +150,7 @@ def _row_values(begin, row, length, ragged: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["length", "count"])  # type: ignore[untyped-decorator]
-def _backward_whole(
+def _attend_whole_backward(
     joined, upstream, stats, seed, by_joined, shares, length, count,
     query_at: tl.constexpr, key_at: tl.constexpr, value_at: tl.constexpr, heads: tl.constexpr,
     size: tl.constexpr, scale: tl.constexpr, threshold: tl.constexpr, causal: tl.constexpr,
@@ -263,7 +263,7 @@ def _add_by_queries(
 
 
 @triton.jit(do_not_specialize=["length"])  # type: ignore[untyped-decorator]
-def _levels(
+def _attend_levels(
     upstream, out, levels, length,
     heads: tl.constexpr, size: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
@@ -284,7 +284,7 @@ def _levels(
 
 
 @triton.jit(do_not_specialize=["length"])  # type: ignore[untyped-decorator]
-def _backward(
+def _attend_backward(
     joined, upstream, stats, levels, seed, by_joined, shares, length,
     query_at: tl.constexpr, key_at: tl.constexpr, value_at: tl.constexpr, heads: tl.constexpr,
     size: tl.constexpr, scale: tl.constexpr, threshold: tl.constexpr, causal: tl.constexpr,
@@ -378,7 +378,7 @@ def attend(
     stats = joined.new_empty(batch * heads, length, dtype=torch.float32)
 
     def launch(tiles: dict[str, int]) -> None:
-        _forward[(triton.cdiv(length, tiles["rows"]) * batch * heads,)](
+        _attend_forward[(triton.cdiv(length, tiles["rows"]) * batch * heads,)](
             joined, out, stats, seed, length, *starts, heads=heads, size=size,
             scale=scale * _LOG2, threshold=threshold_of(dropout), causal=causal,
             ragged=length % tiles["rows"] > 0, **tiles,
@@ -413,19 +413,19 @@ def differentiate(
         shares = sums.new_empty(batch * blocks if summed else 0, 1, stride)
         options = {**fixed, **tiles, "ragged": length % rows > 0}
         if whole:
-            _backward_whole[(min(programs, multiprocessors(joined.device)),)](
+            _attend_whole_backward[(min(programs, multiprocessors(joined.device)),)](
                 joined, upstream, stats, seed, by_joined, shares, length, programs, *starts,
                 **options,
             )  # fmt: skip
         else:
             levels = torch.empty_like(stats)
-            _levels[(triton.cdiv(length, _LEVELS) * programs,)](
+            _attend_levels[(triton.cdiv(length, _LEVELS) * programs,)](
                 upstream, out, levels, length, heads=heads, size=size, rows=_LEVELS, num_warps=4
             )
             many = blocks * programs >= _MANY * multiprocessors(joined.device)
             if many and size <= 64 and not dropout:
                 options["maxnreg"] = _REGISTERS
-            _backward[(blocks * programs,)](
+            _attend_backward[(blocks * programs,)](
                 joined, upstream, stats, levels, seed, by_joined, shares, length, *starts,
                 **options,
             )  # fmt: skip
@@ -452,7 +452,7 @@ def _launch_first(
 
 
 def _forward_tiles(length: int) -> list[dict[str, int]]:
-    """Return the tiles of `_forward`, the fastest first; later ones need less shared memory."""
+    """Return the tiles of `_attend_forward`, the fastest first; others need less shared memory."""
     most = max(16, triton.next_power_of_2(length))
     return [
         {"rows": min(64, most), "keys": min(keys, most), "num_warps": 4, "num_stages": stages}
@@ -461,7 +461,7 @@ def _forward_tiles(length: int) -> list[dict[str, int]]:
 
 
 def _backward_tiles(length: int) -> list[dict[str, int]]:
-    """Return the tiles of `_backward_whole`, for short sequences only, and of `_backward`."""
+    """Return the tiles of the backward pass; short sequences may be held whole."""
     rows = max(16, triton.next_power_of_2(length))
     whole = [
         {"rows": rows, "stages": stages, "num_warps": 8 if rows > 64 else 4} for stages in (3, 2, 1)

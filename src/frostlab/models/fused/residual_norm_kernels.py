@@ -25,7 +25,7 @@ _AHEAD = 4096  # elements of rows that are loaded ahead: more do not fit into sh
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _forward(
+def _norm_forward(
     x, branch, weight, shift, seed, total, exact, low, means, scales, eps,
     width: tl.constexpr, adds: tl.constexpr, threshold: tl.constexpr, keeps: tl.constexpr,
     shifts: tl.constexpr, writes_exact: tl.constexpr, writes_low: tl.constexpr,
@@ -68,7 +68,7 @@ def _add_pairs(first, second, other_first, other_second):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _backward(
+def _norm_backward(
     x, branch, weight, seed, means, scales, by_total, by_exact, by_low, by_x, by_branch, shares,
     count,
     width: tl.constexpr, adds: tl.constexpr, threshold: tl.constexpr, has_total: tl.constexpr,
@@ -127,7 +127,7 @@ def _backward(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_forward(
+def _sum_forward(
     x, branch, seed, total, width: tl.constexpr, threshold: tl.constexpr, block: tl.constexpr
 ):
     """Write a row of x + dropout(branch)."""
@@ -144,7 +144,7 @@ def _add_forward(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_backward(
+def _sum_backward(
     by_total, seed, by_branch, shares, count,
     width: tl.constexpr, threshold: tl.constexpr, block: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
@@ -195,7 +195,7 @@ def normalise(
     means = x.new_empty(count, dtype=torch.float32)
     scales = torch.empty_like(means)
     if count:
-        _forward[(count,)](
+        _norm_forward[(count,)](
             x, branch, weight, shift, seed, total, full, half, means, scales, eps, width=width,
             adds=branch is not None, threshold=threshold_of(dropout), keeps=keeps,
             shifts=shift is not None,
@@ -237,7 +237,7 @@ def differentiate(
     tile = _tile(width)
     programs = min(_programs(x, tile), count)
     shares = x.new_empty(programs, 3, width, dtype=torch.float32)
-    _backward[(programs,)](
+    _norm_backward[(programs,)](
         x, branch, weight, seed, means, scales, by_total, by_exact, by_low, by_x, by_branch,
         shares, count,
         width=width, adds=branch is not None, threshold=threshold_of(dropout),
@@ -253,7 +253,7 @@ def add(x: Tensor, branch: Tensor, seed: Tensor | None, dropout: float) -> Tenso
     """Return x + dropout(branch), both contiguous, in the dtype of x."""
     width, total = x.shape[-1], torch.empty_like(x)
     if x.numel():
-        _add_forward[(x.numel() // width,)](
+        _sum_forward[(x.numel() // width,)](
             x, branch, seed, total, width=width, threshold=threshold_of(dropout), **_tile(width)
         )
     return total
@@ -272,7 +272,7 @@ def differentiate_sum(
         tile = _tile(width)
         programs = min(_programs(by_total, tile), count)
         shares = by_total.new_empty(programs, 1, width, dtype=torch.float32)
-        _add_backward[(programs,)](
+        _sum_backward[(programs,)](
             by_total, seed, by_branch, shares, count, width=width,
             threshold=threshold_of(dropout), stages=_stages(tile), **tile,
         )  # fmt: skip

@@ -17,7 +17,7 @@ _ROWS, _COLUMNS = 256, 16  # of the block of shares that a program loads at once
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add(
+def _add_shares(
     shares, first, second, third, programs, width,
     lines: tl.constexpr, columns: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +47,7 @@ def add_shares(shares: Tensor, sums: Sequence[Tensor]) -> None:
     """
     programs, lines, width = shares.shape
     first, second, third = (sums[min(i, len(sums) - 1)] for i in range(3))
-    _add[(triton.cdiv(width, _COLUMNS), len(sums))](
+    _add_shares[(triton.cdiv(width, _COLUMNS), len(sums))](
         shares, first, second, third, programs, width,
         lines=lines, columns=_COLUMNS, rows=_ROWS, num_warps=8,
     )  # fmt: skip
