@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frostlab.models.attention import KeyValueCache, Packing, QKNorm, attend
+from frostlab.models.fused.embedding import look_up
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return logits (B, T, vocabulary)."""
-        x = self.tokens(input_ids)  # (B, T, width)
+        x = look_up(self.tokens, input_ids)  # (B, T, width)
         angles = self.angles(torch.arange(input_ids.shape[1], device=x.device))
         for block in self.blocks:
             x = block(x, angles)
@@ -157,7 +158,7 @@ class Decoder(nn.Module):
         see one of the S tokens read so far; S includes the T new ones. Each block has its own
         cache.
         """
-        x = self.tokens(input_ids)
+        x = look_up(self.tokens, input_ids)
         angles = self.angles(places[:, None])  # (2, B, 1, T, size)
         for block, cache in zip(self.blocks, caches, strict=True):
             x = block(x, angles, mask=mask, cache=cache)

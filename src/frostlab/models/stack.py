@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from frostlab.models.attention import Packing, attend
 from frostlab.models.decoder import Decoder
+from frostlab.models.fused.embedding import look_up
 from frostlab.models.fused.residual_norm import keep_and_norm
 from frostlab.models.gpt import GPT
 
@@ -118,7 +119,7 @@ class DecoderStack(Stack):
         self.classifies = False
 
     def embed(self, ids: Tensor, types: Tensor | None, packing: Packing | None) -> Tensor:
-        return self.model.tokens(ids)
+        return look_up(self.model.tokens, ids)
 
     def layer_arguments(self, x: Tensor, packing: Packing | None) -> dict[str, Any]:
         return {"angles": self.model.angles(self.places(x, packing)), "packing": packing}
@@ -236,7 +237,8 @@ class GPT2Stack(CausalStack):
         super().__init__(model, model.transformer, model.transformer.h, model.transformer.ln_f)
 
     def embed(self, ids: Tensor, types: Tensor | None, packing: Packing | None) -> Tensor:
-        return self.body.drop(self.body.wte(ids) + self.body.wpe(self.places(ids, packing)))
+        tokens = look_up(self.body.wte, ids)
+        return self.body.drop(tokens + self.body.wpe(self.places(ids, packing)))
 
 
 class LlamaStack(CausalStack):
@@ -246,7 +248,7 @@ class LlamaStack(CausalStack):
         super().__init__(model, model.model, model.model.layers, model.model.norm)
 
     def embed(self, ids: Tensor, types: Tensor | None, packing: Packing | None) -> Tensor:
-        return self.body.embed_tokens(ids)
+        return look_up(self.body.embed_tokens, ids)
 
     def layer_arguments(self, x: Tensor, packing: Packing | None) -> dict[str, Any]:
         places = self.places(x, packing)[None]

@@ -23,8 +23,8 @@ from frostlab.models.fused.sum_kernels import add_shares
 
 LONGEST_WHOLE = 128  # tokens; the scores of so many fit into the registers of one program
 _LEVELS = 64  # rows of a program of `_attend_levels`
-# From this many programs of `_attend_backward` per multiprocessor, three of them at once are faster than
-# two, although they have fewer registers each.
+# From this many programs of `_attend_backward` per multiprocessor, three of them at once are faster
+# than two, although they have fewer registers each.
 _MANY, _REGISTERS = 8, 168
 _fitting: dict[Any, int] = {}  # for each kernel and device, the number of the first tiles that fit
 _LOG2 = 1.4426950408889634  # exp(x) = 2^(x · log₂ e), and the device computes powers of 2
