@@ -188,7 +188,8 @@ class BertStack(HuggingFaceStack):
         classifies = hasattr(model, "classifier")
         head = model.classifier if classifies else model.cls.predictions.decoder
         super().__init__(model, model.bert, model.bert.encoder.layer, head, classifies)
-        self.parts = [model.bert.embeddings]
+        # a language model's tied embedding gets another `forward` in each step (`TiedGradient`)
+        self.parts = [model.bert.embeddings] if classifies else []
 
     def bypassed_modules(self) -> list[nn.Module]:
         between = [] if self.classifies else [self.model.cls, self.model.cls.predictions]

@@ -249,7 +249,96 @@ class WrittenTo(nn.Module):
         return self.norm(total) + total
 
 
-@pytest.mark.parametrize("make", [Counted, ReadTwice, WrittenTo])
+class DroppedBeforeWriting(nn.Module):
+    """A dropout of a map's output, which then changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        dropped = F.dropout(hidden, 0.5)
+        hidden.mul_(5.0)
+        return x + dropped
+
+
+class Attending(nn.Module):
+    """Attention over the columns of one map, or over three maps, with something between them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.joint = kind, nn.Linear(64, 192)
+        self.query, self.key, self.value = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "three maps":
+            query, key, value = self.query(x), self.key(x), self.value(x).mul_(3.0)
+        else:
+            query, key, value = self.joint(x).split(64, -1)
+        scale = 0.3
+        if self.kind == "operator":
+            query = self.joint(x)[..., :64]
+            query *= 3.0
+        elif self.kind == "method":
+            query = self.joint(x)[..., :64].mul_(3.0)
+        elif self.kind == "in place":
+            value = F.relu(self.joint(x)[..., :64], True)
+        elif self.kind == "negative scale":
+            scale = -0.3
+        elif self.kind == "float":
+            query, key, value = query.float(), key.float(), value.float()
+        if self.kind == "three dimensions":
+            return F.scaled_dot_product_attention(query, key, value)
+        heads = [part.unflatten(-1, (4, 16)).transpose(1, 2) for part in (query, key, value)]
+        mixed = F.scaled_dot_product_attention(*heads, scale=scale)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+class Scaled(nn.Module):
+    """Attention whose scale is a setting that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joint, self.scale = nn.Linear(64, 192), 0.25
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (p.unflatten(-1, (4, 16)).transpose(1, 2) for p in self.joint(x).split(64, -1))
+        mixed = F.scaled_dot_product_attention(*heads, scale=self.scale)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["operator", "method", "in place", "three maps", "negative scale", "three dimensions", "float"],
+)
+def test_attention_that_does_not_fit_stays(kind: str) -> None:
+    torch.manual_seed(0)
+    layer, x, backend = Attending(kind), torch.randn(2, 6, WIDTH), Fused()
+    precision = HALF if kind == "float" else torch.float32
+    wanted = outcome(copy.deepcopy(layer), x, (), precision)
+    layer.compile(backend=backend)
+    assert_same(outcome(layer, x, (), precision), wanted, 3e-2 if precision == HALF else 1e-4)
+    assert backend.calls.count(joined_attention.attend) == 0
+
+
+def test_a_scale_that_changes() -> None:
+    torch.manual_seed(0)
+    layer, x = Scaled(), torch.randn(2, 6, WIDTH)
+    compiled = torch.compile(layer, backend=Fused())
+    for layer.scale in (0.25, 0.3, 0.4):
+        torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-5)
+
+
+def test_one_id() -> None:
+    module = nn.Embedding(5, WIDTH)
+    found = torch.compile(lambda i: module(i) * 2, backend=Fused())(torch.tensor(2))
+    found.sum().backward()
+    assert module.weight.grad is not None
+    assert module.weight.grad.sum(1).tolist() == [0, 0, 2 * WIDTH, 0, 0]
+
+
+@pytest.mark.parametrize("make", [Counted, ReadTwice, WrittenTo, DroppedBeforeWriting])
 def test_what_a_rewrite_could_break_stays(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     layer, x = make(), torch.randn(3, 8)

@@ -25,7 +25,7 @@ def look_up(module: nn.Embedding, ids: Tensor) -> Tensor:
 
     While a module is compiled, `frostlab.training.step.fusion` replaces torch's operation.
     """
-    changed = type(module) is not nn.Embedding or "forward" in vars(module) or is_hooked(module)
+    changed = type(module) is not nn.Embedding or is_hooked(module)
     unusual = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
     fitting = fits(module.weight) and runs_triton(ids.device)
     if changed or unusual or not fitting or torch.compiler.is_compiling():
@@ -57,7 +57,7 @@ def differentiate(upstream: Tensor, ids: Tensor, rows: int, skipped: int) -> Ten
     from frostlab.models.fused import embedding_kernels
 
     table = upstream.new_zeros(rows, upstream.shape[-1])
-    values = upstream.flatten(0, -2).contiguous()
+    values = upstream.reshape(-1, upstream.shape[-1]).contiguous()
     embedding_kernels.add_rows(table, ids.flatten().contiguous(), values, skipped, False)
     return table
 
@@ -73,7 +73,7 @@ def _(upstream: Tensor, ids: Any, rows: int, skipped: int) -> Tensor:
 
 
 def add_rows(table: Tensor, ids: Tensor, values: Tensor) -> None:
-    """Add each of the values' rows to the row of the table that its id names, on a CUDA device."""
+    """Add each of the values' rows to the row of a contiguous table that its id names, on CUDA."""
     from frostlab.models.fused import embedding_kernels
 
     embedding_kernels.add_rows(table, ids.contiguous(), values.contiguous(), -1, True)

@@ -122,6 +122,7 @@ def add_rows(table: Tensor, ids: Tensor, values: Tensor, skipped: int, adds: boo
     names are overwritten by the sums. Sums are float32, and their order does not depend on which
     program was faster.
     """
+    assert table.is_contiguous()
     count, width = values.shape
     if not values.numel():
         return

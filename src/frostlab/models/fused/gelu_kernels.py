@@ -100,7 +100,9 @@ def differentiate(
     width = x.shape[-1]
     count = x.numel() // width
     by_x, by_bias = torch.empty_like(x), x.new_empty(width, dtype=bias_dtype)
-    if count:
+    if not count:
+        by_bias.zero_()
+    else:
         across = triton.cdiv(width, _COLUMNS)
         down = programs_down(x, across, _ROWS, _PROGRAMS)
         shares = x.new_empty(down, 1, width, dtype=torch.float32)

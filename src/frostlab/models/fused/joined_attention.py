@@ -66,8 +66,8 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         ctx.settings = starts, size, scale, dropout, causal
         ctx.counts, ctx.dtype = [len(bias) for bias in biases], biases and biases[0].dtype
-        out, sums = fused.chosen(mix, _MIX, joined)(joined, seed, *ctx.settings)
-        ctx.save_for_backward(joined, out, sums, seed)
+        out, stats = fused.chosen(mix, _MIX, joined)(joined, seed, *ctx.settings)
+        ctx.save_for_backward(joined, out, stats, seed)
         return out
 
     @staticmethod
@@ -99,7 +99,7 @@ def differentiate(
     upstream: Tensor,
     joined: Tensor,
     out: Tensor,
-    sums: Tensor,
+    stats: Tensor,
     seed: Tensor | None,
     starts: list[int],
     size: int,
@@ -112,7 +112,7 @@ def differentiate(
     from frostlab.models.fused import joined_attention_kernels as kernels
 
     return kernels.differentiate(
-        upstream.contiguous(), joined.contiguous(), out, sums, seed, starts, size, scale, dropout,
+        upstream.contiguous(), joined.contiguous(), out, stats, seed, starts, size, scale, dropout,
         causal, biased,
     )  # fmt: skip
 
@@ -129,13 +129,13 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     batch, length, stride = joined.shape
     width = stride // 3
-    sums = joined.new_empty(batch * (width // size), length, dtype=torch.float32)
-    return joined.new_empty(batch, length, width), sums
+    stats = joined.new_empty(batch * (width // size), length, dtype=torch.float32)
+    return joined.new_empty(batch, length, width), stats
 
 
 @_DIFFERENTIATE.register_fake
 def _(
-    upstream: Tensor, joined: Tensor, out: Any, sums: Any, seed: Any, starts: Any, size: int,
+    upstream: Tensor, joined: Tensor, out: Any, stats: Any, seed: Any, starts: Any, size: int,
     scale: float, dropout: float, causal: bool, biased: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     count = joined.shape[-1] if biased else 0

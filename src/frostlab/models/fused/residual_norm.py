@@ -82,9 +82,10 @@ def has_kernel(x: Tensor, norm: nn.Module) -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Return whether a module must be called, so that its hooks run."""
-    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    return bool(hooked or module._backward_pre_hooks or hooks._has_any_global_hook())
+    """Return whether a module must be called, for its hooks or a `forward` of its own to run."""
+    changed = "forward" in vars(module) or bool(module._forward_hooks or module._backward_hooks)
+    before = module._forward_pre_hooks or module._backward_pre_hooks
+    return bool(changed or before or hooks._has_any_global_hook())
 
 
 def fits_sum(x: Tensor) -> bool:

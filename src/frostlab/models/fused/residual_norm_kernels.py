@@ -267,8 +267,10 @@ def differentiate_sum(
     width = by_total.shape[-1]
     count = by_total.numel() // width
     by_branch = torch.empty_like(by_total, dtype=branch_dtype)
-    by_bias = by_total.new_zeros(width, dtype=bias_dtype)
-    if count:
+    by_bias = by_total.new_empty(width, dtype=bias_dtype)
+    if not count:
+        by_bias.zero_()
+    else:
         tile = _tile(width)
         programs = min(_programs(by_total, tile), count)
         shares = by_total.new_empty(programs, 1, width, dtype=torch.float32)

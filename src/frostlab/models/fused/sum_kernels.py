@@ -27,7 +27,7 @@ def _add_shares(
     begin = shares + line * width + column[None, :]
     added = tl.zeros((rows, columns), tl.float32)
     for start in range(0, programs, rows):
-        program = start + tl.arange(0, rows)[:, None]
+        program = (start + tl.arange(0, rows)[:, None]).to(tl.int64)
         inside = (program < programs) & (column < width)[None, :]
         added += tl.load(begin + program * lines * width, inside, 0.0)
     total = tl.sum(added, 0)

@@ -130,8 +130,9 @@ def shape_key(parts: list[Batch]) -> Any:
 def compile_layers(objective: nn.Module) -> None:
     """Compile every layer separately: equal layers share the compiled code, which saves time.
 
-    The modules that a model names in `compiled_parts`, such as those before its layers, are
-    compiled separately, too. A model whose layers are not known is compiled as a whole.
+    The modules that a model names in `compiled_parts` are compiled separately, too, and on CUDA the
+    modules before its layers that its stack names in `parts`. A model whose layers are not known is
+    compiled as a whole.
     """
     for module in objective.modules():
         if isinstance(module, Objective):

@@ -1,4 +1,4 @@
-"""Rewrites of a layer's graph: attention, residual sums with norms, and GELU are fused.
+"""Rewrites of a layer's graph: attention, residual sums, norms, GELU and embeddings are fused.
 
 The compiler takes several kernels for the backward pass of a norm, because its sums run along rows
 and along columns; `frostlab.models.fused.residual_norm` takes two for a dropout, a sum and a norm.
@@ -6,6 +6,7 @@ The fused operations also compute the gradient of the bias of the linear map bef
 """
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.fx import Graph, Node
 from frostlab.models.fused import draw_seeds, embedding, gelu, joined_attention
 from frostlab.models.fused.joined_linear import joined_linear
 from frostlab.models.fused.residual_norm import fits, fits_sum, residual_norm, residual_sum
-from frostlab.training.step.joining import writes_in_place
+from frostlab.training.step.joining import is_view, writes_in_place
 
 _SUMS = (operator.add, torch.add)
 
@@ -79,12 +80,14 @@ def fuse_sums(graph: Graph) -> None:
         found = _as_sum(node)
         if found is None or found.branch.target is not F.linear or not fits_sum(_value(node)):
             continue
+        if found.dropped is not None and any(map(writes_in_place, _between(found.dropped, node))):
+            continue
         learning = _detach_bias(graph, found.branch)
         with graph.inserting_before(node):
             fused = graph.call_function(
                 residual_sum, (found.stream, found.branch, learning, found.dropout)
             )
-        fused.meta["example_value"] = _value(node)
+        fused.meta |= {"example_value": _value(node), "device": _value(node).device}
         node.replace_all_uses_with(fused)
         for dead in (node, found.dropped):
             if dead is not None:
@@ -151,10 +154,8 @@ def share_seeds(graph: Graph) -> None:
     nodes = [n for n in graph.nodes if n.target in places and n.args[places[n.target]] > 0]
     if not nodes:
         return
-    values = [node.meta.get("example_value") for node in graph.nodes if node.op == "placeholder"]
-    device = next(value.device for value in values if isinstance(value, Tensor))
     with graph.inserting_before(nodes[0]):
-        seeds = graph.call_function(draw_seeds, (device, len(nodes)))
+        seeds = graph.call_function(draw_seeds, (nodes[0].meta["device"], len(nodes)))
         for number, node in enumerate(nodes):
             node.update_kwarg("seed", graph.call_function(operator.getitem, (seeds, number)))
     graph.lint()
@@ -167,11 +168,16 @@ def _as_attention(node: Node) -> _Attention | None:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False}
     given |= dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    dropout, scale = given["dropout_p"], given.get("scale")
-    if given["attn_mask"] is not None or given.get("enable_gqa") or not 0 <= dropout < 1:
+    dropout, scale, causal = given["dropout_p"], given.get("scale"), given["is_causal"]
+    # nodes that stand for numbers are not known yet
+    fixed = isinstance(dropout, int | float) and isinstance(causal, bool)
+    fixed = fixed and (scale is None or (isinstance(scale, int | float) and scale > 0))
+    if given["attn_mask"] is not None or given.get("enable_gqa") or not fixed:
+        return None
+    if _value(node).dim() != 4 or _value(given["query"]).dtype != _value(node).dtype:
         return None
     _, heads, length, size = _value(node).shape
-    if not joined_attention.fits(_value(node).dtype, length, size):
+    if not joined_attention.fits(_value(node).dtype, length, size) or not 0 <= dropout < 1:
         return None
     columns = [_columns_of(given[name]) for name in names[:3]]
     width, (joined, _, total) = heads * size, columns[0] or (node, 0, 0)
@@ -179,7 +185,7 @@ def _as_attention(node: Node) -> _Attention | None:
     if sorted(starts) != [0, width, 2 * width] or total != 3 * width:
         return None
     scale = size**-0.5 if scale is None else float(scale)
-    return _Attention(joined, starts, size, scale, float(dropout), bool(given["is_causal"]))
+    return _Attention(joined, starts, size, scale, float(dropout), causal)
 
 
 def _columns_of(heads: Node) -> tuple[Node, int, int] | None:
@@ -189,9 +195,11 @@ def _columns_of(heads: Node) -> tuple[Node, int, int] | None:
     view must have the columns of a head, and the heads, side by side; None if there is no such map.
     """
     value, found, node = _value(heads), None, heads
+    if value.dim() != 4:
+        return None
     batch, _, length, size = value.shape
-    while node.args and isinstance(node.args[0], Node):
-        node = node.args[0]
+    while is_view(node):
+        node = node.all_input_nodes[0]
         known = node.meta.get("example_value")
         first = known[0] if isinstance(known, tuple | list) else known
         if not isinstance(first, Tensor) or not _share_memory(first, value):
@@ -217,7 +225,7 @@ def _replace_attention(graph: Graph, node: Node, found: _Attention) -> None:
     with graph.inserting_before(node):
         fused = graph.call_function(joined_attention.attend, (found.joined, [], *found.settings))
         mixed = graph.call_method("transpose", (fused, 1, 2))
-    fused.meta["example_value"] = _value(node).transpose(1, 2)
+    fused.meta |= {"example_value": _value(node).transpose(1, 2), "device": _value(node).device}
     mixed.meta["example_value"] = _value(node)
     node.replace_all_uses_with(mixed)
     _erase_unused(graph, node)
@@ -277,12 +285,16 @@ def _can_move(first: Node, total: Node, norm: Node) -> bool:
     """
     if any(writes_in_place(user) for user in total.users):
         return False
+    nodes = list(_between(first, norm))
+    return not any(total in node.all_input_nodes or writes_in_place(node) for node in nodes)
+
+
+def _between(first: Node, last: Node) -> Iterator[Node]:
+    """Yield the nodes after the first and before the last."""
     node = first.next
-    while node is not norm:
-        if total in node.all_input_nodes or writes_in_place(node):
-            return False
+    while node is not last:
+        yield node
         node = node.next
-    return True
 
 
 def _value(node: Node) -> Tensor:
@@ -337,6 +349,7 @@ def _replace(graph: Graph, norm: _Norm) -> None:
                 bool(products),
             ),
         )  # fmt: skip
+        results.meta["device"] = _value(node).device
         # the sum; the norm for other readers, in float32; the norm for products, perhaps in bf16
         places = [graph.call_function(operator.getitem, (results, i)) for i in range(3)]
     for place, like in zip(places, (source, node, node), strict=True):

@@ -219,7 +219,8 @@ class _TiedEmbedding(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         (rows,), (ids,) = upstream, ctx.saved_tensors
         total, ctx.tied.gradient = ctx.tied.gradient, None
-        if total is None or total.dtype != rows.dtype or torch.is_grad_enabled():
+        fitting = total is not None and total.dtype == rows.dtype and total.is_contiguous()
+        if not fitting or torch.is_grad_enabled():
             dense = torch.ops.aten.embedding_dense_backward(rows, ids, ctx.rows, -1, False)
             return None, dense, None
         flat = rows.flatten(0, -2)

@@ -3,6 +3,7 @@
 A GPU multiplies by one wide matrix faster than by three narrow ones, such as query, key and value.
 """
 
+import inspect
 import operator
 from collections import defaultdict
 from collections.abc import Iterable
@@ -57,19 +58,46 @@ _IN_PLACE = {"setitem", *(name for name in dir(operator) if name[:1] == "i")}
 
 def writes_in_place(node: Node) -> bool:
     """Return whether a node may change a tensor in place."""
-    if node.op == "call_method":
-        return str(node.target).endswith("_")
+    if isinstance(node.target, str):  # the name of a method, or of an input
+        return node.op == "call_method" and node.target.endswith("_")
+    try:
+        given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
+    except (TypeError, ValueError):  # a function of C has no signature
+        given = node.kwargs
     name = getattr(node.target, "__name__", "")
-    writes = name.endswith("_") or name in _IN_PLACE or bool({"out", "inplace"} & set(node.kwargs))
-    return node.op == "call_function" and writes
+    named = name.endswith("_") or name in _IN_PLACE
+    return named or given.get("out") is not None or given.get("inplace", False) is not False
+
+
+# Operations that may return views of their first argument.
+_VIEWS = {
+    "view", "reshape", "transpose", "permute", "unflatten", "flatten", "split", "chunk", "unbind",
+    "getitem",
+}  # fmt: skip
+
+
+def is_view(node: Node) -> bool:
+    """Return whether a node may be a view of its first argument."""
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return node.op in ("call_method", "call_function") and name in _VIEWS
+
+
+def _is_written_to(node: Node) -> bool:
+    """Return whether a node or a view of it may be changed in place."""
+    return any(
+        writes_in_place(user) or (is_view(user) and _is_written_to(user)) for user in node.users
+    )
 
 
 def _as_linear(node: Node) -> _Linear | None:
     """Return a node as a linear map; None if it is not one that can be joined with others.
 
-    Weight and bias must be inputs of the graph, and both learn or neither does.
+    Weight and bias must be inputs of the graph, and both learn or neither does. The output may not
+    be changed in place, because autograd does not allow that for a part of a tensor that was split.
     """
     if node.op != "call_function" or node.target is not F.linear or node.kwargs:
+        return None
+    if _is_written_to(node):
         return None
     x, *rest = node.args
     weights = tuple(argument for argument in rest if isinstance(argument, Node))
