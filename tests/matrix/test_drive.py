@@ -69,6 +69,7 @@ def digests(folder: Path) -> dict[str, str | None]:
     return {p.name: RunRecord(p).result.weights_digest for p in folder.glob("*-s*")}
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_nothing_and_the_rest_goes_on(tmp_path: Path) -> None:
     """One worker is killed while it trains; runs are added; one run is stopped; then all ends."""
     folder = MatrixFolder(tmp_path / "runs", "mine")

@@ -91,6 +91,7 @@ def test_a_run_is_ready_before_its_turn_and_its_times_leave_the_waiting_out(
     assert Turn().take(), "given back after the run"
 
 
+@pytest.mark.slow
 def test_runs_of_a_queue_take_turns_and_a_killed_one_gives_its_turn_back(tmp_path: Path) -> None:
     recipe = recipe_from(tiny(train={"batch": 32, "steps": 200, "threads": 1}))
     tasks = [
