@@ -423,7 +423,7 @@ def differentiate(
                 upstream, out, levels, length, heads=heads, size=size, rows=_LEVELS, num_warps=4
             )
             many = blocks * programs >= _MANY * multiprocessors(joined.device)
-            if many and not dropout:
+            if many and not dropout and torch.version.hip is None:  # an option of CUDA alone
                 options["maxnreg"] = _REGISTERS
             _attend_backward[(blocks * programs,)](
                 joined, upstream, stats, levels, seed, by_joined, shares, length, *starts,
