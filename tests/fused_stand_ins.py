@@ -118,9 +118,11 @@ def differentiate_sum(
     seed: Tensor | None,
     dropout: float,
     branch_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     by_branch = masked(by_total, seed, dropout).to(branch_dtype).clone()
+    if bias_dtype is None:
+        return by_branch, by_total.new_empty(0)
     return by_branch, by_branch.flatten(0, -2).to(by_total.dtype).sum(0).to(bias_dtype)
 
 

@@ -146,6 +146,9 @@ def test_residual_sum(kernels: Any, dropout: float) -> None:
     )
     assert off(by_branch, by_total * factors) < 1e-6
     assert off(by_bias, (by_total * factors).sum(0)) < 1e-6
+    again, none = norms.differentiate_sum(by_total, seed, dropout, torch.float32, None)
+    assert torch.equal(again, by_branch)
+    assert none.numel() == 0
 
 
 @pytest.mark.parametrize(

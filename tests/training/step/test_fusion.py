@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule
 
 import fused_stand_ins
 from frostlab.models import fused
+from frostlab.models.conformer import Conformer, ConformerConfig
 from frostlab.models.fused import joined_attention
 from frostlab.models.fused.embedding import embed
 from frostlab.models.fused.gelu import gelu, gelu_of
@@ -25,6 +26,8 @@ from frostlab.models.fused.residual_norm import (
     residual_sum,
 )
 from frostlab.models.gpt import GPTBlock, GPTConfig
+from frostlab.models.stack import take_apart
+from frostlab.training.distributed import blocks
 from frostlab.training.step.fusion import (
     fuse_attention,
     fuse_embeddings,
@@ -35,6 +38,7 @@ from frostlab.training.step.fusion import (
 )
 from frostlab.training.step.joining import join_linears
 from frostlab.training.step.optimizer import Bf16Copies
+from packed import build
 
 HALF = torch.bfloat16
 WIDTH = 64
@@ -427,3 +431,46 @@ def test_a_layer_reads_copies_that_lie_side_by_side_without_copying_them(
     events = Counter(event.name for event in profile.events())
     assert events["frostlab::joined_linear"] == events["frostlab::joined_linear_backward"] == 2
     assert events["aten::cat"] == 0
+
+
+def a_model(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model in eval mode, and its inputs."""
+    torch.manual_seed(0)
+    if name.startswith("conformer"):
+        variant: Any = name.split()[1]
+        model: nn.Module = Conformer(ConformerConfig(variant=variant))
+        return model.eval(), {"eeg": torch.randn(2, 64, 64), "subject": torch.randint(2, (2,))}
+    return build(name).eval(), {"input_ids": torch.randint(5, 60, (3, 12))}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own
+@pytest.mark.parametrize("precision", [torch.float32, HALF], ids=["float32", "bf16"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt classifier", "gpt", "decoder", "bert classifier", "gpt2", "llama",
+     "conformer frostlab", "conformer published"],
+)  # fmt: skip
+def test_every_model_computes_the_same_after_all_rewrites(
+    name: str, precision: torch.dtype
+) -> None:
+    model, inputs = a_model(name)
+    other, backend = copy.deepcopy(model), Fused()
+    stack = take_apart(other)
+    named = [getattr(other, part) for part in getattr(other, "compiled_parts", ())]
+    for part in [*(stack.parts if stack else ()), *named, *blocks(other)]:
+        part.compile(backend=backend)
+    sides = []
+    for side in (model, other):
+        with torch.autocast("cpu", HALF, enabled=precision == HALF):
+            out = side(**inputs)
+        out = out if isinstance(out, Tensor) else out.logits
+        out.float().square().mean().backward()
+        gradients = [p.grad for p in side.parameters() if p.grad is not None]
+        sides.append([out.detach(), *gradients])
+    assert len(sides[0]) == len(sides[1])
+    for found, wanted in zip(*reversed(sides), strict=True):
+        error = float((found.float() - wanted.float()).norm() / (wanted.float().norm() + 1e-6))
+        assert error < (3e-2 if precision == HALF else 1e-5)
+    fused_calls = (residual_norm, residual_sum, joined_linear)
+    assert any(call in backend.calls for call in fused_calls)

@@ -131,9 +131,8 @@ class _ResidualSum(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         operation = fused.chosen(differentiate_sum, _DIFFERENTIATE_SUM, upstream)
         by_branch, by_bias = operation(
-            upstream, *ctx.saved_tensors, ctx.dropout, ctx.branch_dtype,
-            ctx.bias_dtype or torch.float32,
-        )  # fmt: skip
+            upstream, *ctx.saved_tensors, ctx.dropout, ctx.branch_dtype, ctx.bias_dtype
+        )
         return upstream, by_branch, None if ctx.bias_dtype is None else by_bias, None, None
 
 
@@ -294,7 +293,7 @@ def differentiate_sum(
     seed: Tensor | None,
     dropout: float,
     branch_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """Run the backward kernels of a sum without a norm."""
     from frostlab.models.fused import residual_norm_kernels as kernels
@@ -361,9 +360,10 @@ def _(x: Tensor, branch: Tensor, seed: Any, dropout: float) -> Tensor:
 
 @_DIFFERENTIATE_SUM.register_fake
 def _(
-    by_total: Tensor, seed: Any, dropout: float, branch_dtype: torch.dtype, bias_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    width = by_total.shape[-1]
+    by_total: Tensor, seed: Any, dropout: float, branch_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    width = by_total.shape[-1] if bias_dtype is not None else 0
     return (
         by_total.new_empty(by_total.shape, dtype=branch_dtype),
         by_total.new_empty(width, dtype=bias_dtype),

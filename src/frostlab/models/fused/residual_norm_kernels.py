@@ -146,9 +146,10 @@ def _sum_forward(
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_backward(
     by_total, seed, by_branch, shares, count,
-    width: tl.constexpr, threshold: tl.constexpr, block: tl.constexpr, stages: tl.constexpr,
+    width: tl.constexpr, threshold: tl.constexpr, summed: tl.constexpr, block: tl.constexpr,
+    stages: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the branch before its dropout; add up that of the branch's bias."""
+    """Write the gradient of the branch before its dropout; if `summed`, add it up for the bias."""
     column = tl.arange(0, block)
     inside = column < width
     bias_sum = tl.zeros((block,), tl.float32)
@@ -161,7 +162,8 @@ def _sum_backward(
             gradient = dropped_out(gradient, first, second, column, threshold)
         tl.store(by_branch + place, gradient.to(by_branch.dtype.element_ty), inside)
         bias_sum += gradient
-    tl.store(shares + tl.program_id(0) * width + column, bias_sum, inside)
+    if summed:
+        tl.store(shares + tl.program_id(0) * width + column, bias_sum, inside)
 
 
 def _tile(width: int) -> dict[str, int]:
@@ -261,24 +263,29 @@ def add(x: Tensor, branch: Tensor, seed: Tensor | None, dropout: float) -> Tenso
 
 def differentiate_sum(
     by_total: Tensor, seed: Tensor | None, dropout: float, branch_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the gradient of the branch of a contiguous sum, and its sum over all rows."""
+    """Return the gradient of the branch of a contiguous sum, and its sum over all rows.
+
+    Without a dtype for that sum, it is empty.
+    """
     width = by_total.shape[-1]
     count = by_total.numel() // width
     by_branch = torch.empty_like(by_total, dtype=branch_dtype)
-    by_bias = by_total.new_empty(width, dtype=bias_dtype)
+    summed = bias_dtype is not None
+    by_bias = by_total.new_empty(width if summed else 0, dtype=bias_dtype)
     if not count:
         by_bias.zero_()
     else:
         tile = _tile(width)
         programs = min(_programs(by_total, tile), count)
-        shares = by_total.new_empty(programs, 1, width, dtype=torch.float32)
+        shares = by_total.new_empty(programs if summed else 0, 1, width, dtype=torch.float32)
         _sum_backward[(programs,)](
             by_total, seed, by_branch, shares, count, width=width,
-            threshold=threshold_of(dropout), stages=_stages(tile), **tile,
+            threshold=threshold_of(dropout), summed=summed, stages=_stages(tile), **tile,
         )  # fmt: skip
-        add_shares(shares, [by_bias])
+        if summed:
+            add_shares(shares, [by_bias])
     return by_branch, by_bias
 
 

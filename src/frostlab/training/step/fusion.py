@@ -74,7 +74,8 @@ def fuse_norms(graph: Graph) -> None:
 def fuse_sums(graph: Graph) -> None:
     """Replace each sum of a residual stream and a linear map's output by a fused operation.
 
-    Sums before a norm must have been replaced by `fuse_norms`.
+    Sums before a norm must have been replaced by `fuse_norms`. Where there is neither a dropout nor
+    a trainable bias, the compiler can fuse the sum with what follows, and it stays.
     """
     for node in list(graph.nodes):
         found = _as_sum(node)
@@ -83,6 +84,8 @@ def fuse_sums(graph: Graph) -> None:
         if found.dropped is not None and any(map(writes_in_place, _between(found.dropped, node))):
             continue
         learning = _detach_bias(graph, found.branch)
+        if learning is None and not found.dropout:
+            continue
         with graph.inserting_before(node):
             fused = graph.call_function(
                 residual_sum, (found.stream, found.branch, learning, found.dropout)
