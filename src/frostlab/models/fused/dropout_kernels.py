@@ -1,9 +1,8 @@
 """Dropout inside Triton kernels: whether an element is kept follows from its place and a seed.
 
 No mask is stored, because the backward kernels compute it again. A row of elements has two keys, of
-which `keys_of` mixes the seed and the row's number; `kept` mixes them with an element's place.
-Both use the multipliers and shifts of Wellons' lowbias32, a permutation of 32-bit integers with
-little bias: eight instructions per element, where Philox takes about ninety per four elements.
+which `keys_of` mixes the seed and the row's number; `dropped_out` mixes them with an element's
+place. Both use the multipliers and shifts of lowbias32, C. Wellons' permutation of 32-bit integers.
 """
 
 # mypy: disable-error-code="no-untyped-def"

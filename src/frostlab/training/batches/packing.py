@@ -122,8 +122,8 @@ def pack(
         targets[:total] = np.take(tokens.ids, token_indices + 1)
         if tokens.scored_from is not None:
             targets[:total][place + 1 < tokens.scored_from[rows][owner]] = IGNORED
-    # torch's `[None]` gives the new axis the stride of a graph's input; numpy's gives it 0, for
-    # which compiled code would be compiled anew
+    # Numpy's `[None]` would give the new axis the stride 0. A graph's input has another stride, and
+    # the compiler treats tensors with other strides as a new case.
     inputs = {"input_ids": torch.from_numpy(ids)[None]}
     if types and tokens.second is not None:
         second = np.zeros((1, width), np.int64)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 # Columns of a chunk, warps of a program, and the most chunks of a
 # 16-bit row that fit into registers. Longer rows and 32-bit rows are read twice, by `_WIDE_WARPS`
-# warps. These values are the fastest of seven combinations on an H200 for 50,304 classes.
+# warps. With these values, an earlier form of the kernel was the fastest of seven on an H200.
 _BLOCK, _WARPS, _HELD = 4096, 16, 16
 _WIDE_WARPS = 8
 _LOG2 = 1.4426950408889634  # exp(x) = 2^(x · log₂ e), and the device computes powers of 2
@@ -56,7 +56,7 @@ def _rows(  # type: ignore[no-untyped-def]
             power = tl.exp2(chunks[c].to(tl.float32) * log2 - top)
             added += power
             powers = powers + (power,)
-        chunks = powers  # in the same registers: computing them again would take longer
+        chunks = powers  # so that each power is computed once
         total = tl.sum(added, 0)
     for start in range(held * block, columns, block):
         places = start + lane
