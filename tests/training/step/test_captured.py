@@ -319,3 +319,14 @@ def test_compiled_steps_give_the_numbers_of_eager_ones(name: str) -> None:
         assert not torch._dynamo.utils.counters["graph_break"]
         results.append(made)
     np.testing.assert_allclose(results[1], results[0], rtol=2e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_a_graphs_inputs_have_the_strides_of_the_batch(name: str, packed: bool) -> None:
+    """Compiled code is compiled anew for other strides, which no graph can hold."""
+    for parts in batches(name, packed):
+        views, _ = captured.StaticInputs(parts, CPU).views(parts)
+        for part, view in zip(parts, views, strict=True):
+            for given, static in zip(part.tensors(), view.tensors(), strict=True):
+                assert static.stride() == given.stride()

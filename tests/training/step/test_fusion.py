@@ -21,6 +21,7 @@ from frostlab.models.fused.joined_linear import joined_linear
 from frostlab.models.fused.residual_norm import (
     add,
     add_and_norm,
+    apply_linear,
     keep_and_norm,
     residual_norm,
     residual_sum,
@@ -291,7 +292,7 @@ class Attending(nn.Module):
         elif self.kind == "negative scale":
             scale = -0.3
         elif self.kind == "float":
-            query, key, value = query.float(), key.float(), value.float()
+            query, key, value = self.joint(x).float().split(64, -1)
         if self.kind == "three dimensions":
             return F.scaled_dot_product_attention(query, key, value)
         heads = [part.unflatten(-1, (4, 16)).transpose(1, 2) for part in (query, key, value)]
@@ -441,6 +442,13 @@ def a_model(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
         model: nn.Module = Conformer(ConformerConfig(variant=variant))
         return model.eval(), {"eeg": torch.randn(2, 64, 64), "subject": torch.randint(2, (2,))}
     return build(name).eval(), {"input_ids": torch.randint(5, 60, (3, 12))}
+
+
+def test_a_map_whose_forward_was_replaced_is_called() -> None:
+    linear, x = nn.Linear(4, 4), torch.ones(2, 4)
+    assert apply_linear(linear, x)[1] is linear.bias
+    linear.forward = lambda x: 2 * x  # type: ignore[method-assign]
+    assert torch.equal(apply_linear(linear, x)[0], 2 * x)
 
 
 @pytest.mark.slow
