@@ -4,7 +4,7 @@ import importlib.util
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -78,6 +78,11 @@ def use_device(device: torch.device) -> None:
     """Make a CUDA device torch's current device; start it, or wait for its start."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Make a tensor's GPU torch's current device in a context; do nothing for other tensors."""
+    return torch.cuda.device_of(tensor)
 
 
 def first_gpu() -> torch.device:

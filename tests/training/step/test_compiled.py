@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 import frostlab as fl
+from frostlab import devices
 from frostlab.models.fused.joined_linear import joined_linear
 from frostlab.models.stack import take_apart
 from frostlab.training.step.compiled import joining_backend
-from frostlab.training.step.joining import join_linears
+from frostlab.training.step.joining import join_linears, writes_in_place
 from frostlab.training.step.optimizer import Bf16Copies
 from packed import build, exactly
 
@@ -38,8 +39,10 @@ class Joining:
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> None:
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compiled code, and no kernels, which cannot start on the CPU, even if Triton is here."""
     torch.compiler.reset()
+    monkeypatch.setattr(devices, "HAS_TRITON", False)
 
 
 def gradients(model: nn.Module, run: Callable[[], Tensor]) -> list[Tensor]:
@@ -175,7 +178,7 @@ def test_the_backend_compiles_layers_that_read_a_kept_weight(
     assert len(found) == len(wanted) == sum(p.requires_grad for p in model.parameters())
     for made, expected in zip(found, wanted, strict=True):
         assert float((made - expected).norm() / expected.norm()) < 2e-2
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         gradients_of_copies()
     names = [event.name for event in profile.events()]
     assert names.count("frostlab::joined_linear") == joined
@@ -225,6 +228,58 @@ def test_only_what_reads_the_same_is_joined(
     found = torch.compile(model, backend=backend)(x.clone())
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
     assert backend.after == after
+
+
+VIEWS = {
+    "narrow": lambda x: x.narrow(0, 0, 1),
+    "select": lambda x: x.select(0, 1),
+    "mT": lambda x: x.mT,
+    "detach": lambda x: x.detach(),
+    "index": lambda x: x[1:],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_map_whose_view_is_written_to_stays(view: str) -> None:
+    def work(x: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        first, second = F.linear(x, one), F.linear(x, other)
+        VIEWS[view](first).mul_(2)
+        return first + second
+
+    torch.manual_seed(0)
+    given = [torch.randn(*size, requires_grad=True) for size in ((6, 4), (3, 4), (3, 4))]
+    backend = Joining()
+    found = torch.compile(work, backend=backend)(*given)
+    torch.testing.assert_close(found, work(*given))
+    assert backend.after == 2
+
+
+@pytest.mark.parametrize(
+    ("operator", "writes"),
+    [
+        (torch.ops.aten.mul_.Tensor, True),
+        (torch.ops.aten.copy_.default, True),
+        (torch.ops.aten._foreach_add_.Scalar, True),
+        (torch.ops.aten.add.out, True),
+        (torch.ops.aten.mul.Tensor, False),
+        (torch.ops.frostlab.joined_linear.default, False),
+    ],
+    ids=str,
+)
+def test_operators_that_write_in_place_are_known(operator: Any, writes: bool) -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    assert writes_in_place(graph.call_function(operator, (x, x))) == writes
+
+
+def test_a_function_that_passes_on_its_output_writes() -> None:
+    def add(x: Tensor, y: Tensor, **how: Any) -> Tensor:
+        return torch.add(x, y, **how)
+
+    graph = Graph()
+    x = graph.placeholder("x")
+    assert writes_in_place(graph.call_function(add, (x, x), {"out": x}))
+    assert not writes_in_place(graph.call_function(add, (x, x), {"alpha": 2}))
 
 
 def test_inplace_operators_count_as_writing() -> None:

@@ -1,10 +1,16 @@
 """Operations, most with Triton kernels on CUDA, that work in compiled layers and CUDA graphs."""
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from frostlab.devices import on_device_of
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def chosen(
@@ -17,6 +23,21 @@ def chosen(
     the first call of an operator imports torch's compiler, which takes a second.
     """
     return function if type(x) in (Tensor, nn.Parameter) else operation
+
+
+def starts_kernels(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a function start its kernels on the device of its first tensor.
+
+    Triton starts a kernel on torch's current device, and so on another GPU than the tensors' if a
+    model is on `cuda:1` and the program has not selected it.
+    """
+
+    @functools.wraps(function)
+    def start(*given: _P.args, **named: _P.kwargs) -> _R:
+        with on_device_of(given[0]):  # type: ignore[arg-type]
+            return function(*given, **named)
+
+    return start
 
 
 def draw_seeds(device: torch.device, count: int) -> Tensor:

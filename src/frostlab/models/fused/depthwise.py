@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frostlab.devices import runs_triton
+from frostlab.models import fused
 
 LARGEST = 31  # largest kernel size; a larger one needs more registers than a GPU thread has
 _GRID_DEPTH = 65535  # largest size of a CUDA grid in its third dimension
@@ -48,6 +49,7 @@ def has_kernel(x: Tensor, weight: Tensor) -> bool:
 
 
 @torch.library.custom_op("frostlab::depthwise", mutates_args=())
+@fused.starts_kernels
 def depthwise(x: Tensor, taps: Tensor, bias: Tensor | None, flipped: bool) -> Tensor:
     """Convolve x (B, T, C) along time with taps (kernel, C), the weights of the convolution.
 
@@ -60,6 +62,7 @@ def depthwise(x: Tensor, taps: Tensor, bias: Tensor | None, flipped: bool) -> Te
 
 
 @torch.library.custom_op("frostlab::depthwise_sums", mutates_args=())
+@fused.starts_kernels
 def depthwise_sums(gradient: Tensor, x: Tensor, kernel: int) -> Tensor:
     """Return the gradients of the taps and, in the last row, of the bias: (kernel + 1, C)."""
     from frostlab.models.fused.depthwise_kernels import correlate

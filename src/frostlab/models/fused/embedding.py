@@ -14,10 +14,13 @@ from frostlab.devices import runs_triton
 from frostlab.models import fused
 from frostlab.models.fused.residual_norm import is_hooked
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the kernels add in float32
+
 
 def fits(weight: Tensor) -> bool:
     """Return whether the kernels may compute the gradient of this weight."""
-    return devices.HAS_TRITON and weight.requires_grad and weight.dim() == 2
+    learns = weight.requires_grad and weight.dim() == 2
+    return devices.HAS_TRITON and learns and weight.dtype in _DTYPES
 
 
 def look_up(module: nn.Embedding, ids: Tensor) -> Tensor:
@@ -52,6 +55,7 @@ class _Embedding(torch.autograd.Function):
         return None, operation(upstream, *ctx.saved_tensors, ctx.rows, ctx.skipped), None
 
 
+@fused.starts_kernels
 def differentiate(upstream: Tensor, ids: Tensor, rows: int, skipped: int) -> Tensor:
     """Return the gradient of the weight, which has this number of rows."""
     from frostlab.models.fused import embedding_kernels
@@ -72,6 +76,7 @@ def _(upstream: Tensor, ids: Any, rows: int, skipped: int) -> Tensor:
     return upstream.new_empty(rows, upstream.shape[-1])
 
 
+@fused.starts_kernels
 def add_rows(table: Tensor, ids: Tensor, values: Tensor) -> None:
     """Add each of the values' rows to the row of a contiguous table that its id names, on CUDA."""
     from frostlab.models.fused import embedding_kernels

@@ -58,6 +58,7 @@ class _Gelu(torch.autograd.Function):
         return by_x, None if ctx.bias_dtype is None else by_bias, None
 
 
+@fused.starts_kernels
 def activate(x: Tensor, tanh: bool) -> Tensor:
     """Run the forward kernel."""
     from frostlab.models.fused import gelu_kernels
@@ -65,6 +66,7 @@ def activate(x: Tensor, tanh: bool) -> Tensor:
     return gelu_kernels.activate(x.contiguous(), tanh)
 
 
+@fused.starts_kernels
 def differentiate(
     upstream: Tensor, x: Tensor, tanh: bool, bias_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:

@@ -80,6 +80,7 @@ class _Attention(torch.autograd.Function):
         return by_joined, *[None] * 6, *by_biases
 
 
+@fused.starts_kernels
 def mix(
     joined: Tensor,
     seed: Tensor | None,
@@ -95,6 +96,7 @@ def mix(
     return kernels.attend(joined.contiguous(), seed, starts, size, scale, dropout, causal)
 
 
+@fused.starts_kernels
 def differentiate(
     upstream: Tensor,
     joined: Tensor,

@@ -232,6 +232,7 @@ class _ResidualNorm(torch.autograd.Function):
         )
 
 
+@fused.starts_kernels
 def normalise(
     x: Tensor,
     branch: Tensor | None,
@@ -253,6 +254,7 @@ def normalise(
     )
 
 
+@fused.starts_kernels
 def differentiate(
     x: Tensor,
     branch: Tensor | None,
@@ -281,6 +283,7 @@ def differentiate(
     )  # fmt: skip
 
 
+@fused.starts_kernels
 def add_up(x: Tensor, branch: Tensor, seed: Tensor | None, dropout: float) -> Tensor:
     """Run the forward kernel of a sum without a norm."""
     from frostlab.models.fused import residual_norm_kernels as kernels
@@ -288,6 +291,7 @@ def add_up(x: Tensor, branch: Tensor, seed: Tensor | None, dropout: float) -> Te
     return kernels.add(x.contiguous(), branch.contiguous(), seed, dropout)
 
 
+@fused.starts_kernels
 def differentiate_sum(
     by_total: Tensor,
     seed: Tensor | None,

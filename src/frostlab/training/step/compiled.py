@@ -81,7 +81,7 @@ class CompiledStep(EagerStep):
         if not self.compiles or shape in self._tried_shapes:
             return
         try:
-            with _raised_recompile_limit():
+            with _compiler_settings():
                 self.dry_run(parts, scored, local=True)
         except Exception as error:  # compilers raise errors of many types
             uncompile(self.objective)
@@ -147,12 +147,16 @@ def compile_layers(objective: nn.Module) -> None:
 
 
 @contextmanager
-def _raised_recompile_limit() -> Iterator[None]:
-    """Raise torch's limit of recompilations, which counts those of all modules together."""
+def _compiler_settings() -> Iterator[None]:
+    """Raise torch's limit of recompilations, and compile numbers such as a dropout as constants.
+
+    The limit counts the recompilations of all modules together. By default, the second dropout
+    that a process compiles becomes an input of the code, which cannot be fused then.
+    """
     import torch._dynamo  # imported here because it takes seconds
 
     limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
-    with torch._dynamo.config.patch(recompile_limit=limit):
+    with torch._dynamo.config.patch(recompile_limit=limit, specialize_float=True):
         yield
 
 

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from frostlab.models.fused import draw_seeds, embedding, gelu, joined_attention
 from frostlab.models.fused.joined_linear import joined_linear
 from frostlab.models.fused.residual_norm import fits, fits_sum, residual_norm, residual_sum
-from frostlab.training.step.joining import is_view, writes_in_place
+from frostlab.training.step.joining import is_view, share_memory, writes_in_place
 
 _SUMS = (operator.add, torch.add)
 
@@ -205,7 +205,7 @@ def _columns_of(heads: Node) -> tuple[Node, int, int] | None:
         node = node.all_input_nodes[0]
         known = node.meta.get("example_value")
         first = known[0] if isinstance(known, tuple | list) else known
-        if not isinstance(first, Tensor) or not _share_memory(first, value):
+        if not isinstance(first, Tensor) or not share_memory(first, value):
             break
         if first is known and known.dim() == 3 and known.shape[:2] == (batch, length):
             found = node
@@ -218,10 +218,6 @@ def _columns_of(heads: Node) -> tuple[Node, int, int] | None:
     start = int(value.storage_offset()) - int(source.storage_offset())
     joined, offset, total = found.meta.get("columns", (found, 0, width))
     return joined, offset + start, total
-
-
-def _share_memory(first: Tensor, second: Tensor) -> bool:
-    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
 
 
 def _replace_attention(graph: Graph, node: Node, found: _Attention) -> None:
@@ -325,7 +321,9 @@ def _without_dropout(node: Node) -> tuple[Node, float]:
     names = ("input", "p", "training", "inplace")
     given: dict[str, Any] = {"p": 0.5, "training": True, "inplace": False}
     given |= dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    if given["inplace"] or given["p"] >= 1.0 or not isinstance(given["input"], Node):
+    # nodes that stand for numbers are not known yet
+    known = isinstance(given["p"], int | float) and isinstance(given["training"], bool)
+    if not known or given["inplace"] or given["p"] >= 1.0 or not isinstance(given["input"], Node):
         return node, 0.0
     return given["input"], float(given["p"]) if given["training"] else 0.0
 

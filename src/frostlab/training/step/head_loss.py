@@ -224,7 +224,7 @@ class _TiedEmbedding(torch.autograd.Function):
             dense = torch.ops.aten.embedding_dense_backward(rows, ids, ctx.rows, -1, False)
             return None, dense, None
         flat = rows.flatten(0, -2)
-        if runs_triton(total.device):
+        if has_kernel(total.device, total.dtype):
             add_rows(total, ids.flatten(), flat)
         elif on_host(total):
             total.index_add_(0, ids.flatten(), flat)

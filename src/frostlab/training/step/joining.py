@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from frostlab.models.fused.joined_linear import joined_linear
@@ -60,12 +62,15 @@ def writes_in_place(node: Node) -> bool:
     """Return whether a node may change a tensor in place."""
     if isinstance(node.target, str):  # the name of a method, or of an input
         return node.op == "call_method" and node.target.endswith("_")
+    if isinstance(node.target, OpOverload):
+        return node.target._schema.is_mutable
     try:
         given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
     except (TypeError, ValueError):  # a function of C has no signature
         given = node.kwargs
     name = getattr(node.target, "__name__", "")
     named = name.endswith("_") or name in _IN_PLACE
+    given = {**given, **node.kwargs}  # a signature with ** has its own name for them
     return named or given.get("out") is not None or given.get("inplace", False) is not False
 
 
@@ -82,11 +87,26 @@ def is_view(node: Node) -> bool:
     return node.op in ("call_method", "call_function") and name in _VIEWS
 
 
+def share_memory(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors are views of the same memory, which may be the whole of it."""
+    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
+
+
 def _is_written_to(node: Node) -> bool:
     """Return whether a node or a view of it may be changed in place."""
     return any(
-        writes_in_place(user) or (is_view(user) and _is_written_to(user)) for user in node.users
+        writes_in_place(user) or (_is_view_of(user, node) and _is_written_to(user))
+        for user in node.users
     )
+
+
+def _is_view_of(user: Node, node: Node) -> bool:
+    """Return whether a node's value, or the first of several, has the memory of another's."""
+    values = (n.meta.get("example_value") for n in (user, node))
+    view, base = (v[0] if isinstance(v, tuple | list) and v else v for v in values)
+    if isinstance(view, Tensor) and isinstance(base, Tensor):
+        return share_memory(view, base)
+    return is_view(user)
 
 
 def _as_linear(node: Node) -> _Linear | None:
