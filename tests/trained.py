@@ -7,11 +7,19 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import BertTokenizer
 
 import frostlab as fl
 from zoo import SIZES
+
+needs_causal_megatron = pytest.mark.skipif(
+    Version("5.9") <= Version(transformers.__version__) < Version("5.18"),
+    reason=f"transformers {transformers.__version__}: MegatronBERT ignores is_decoder",
+)
 
 _WORDS = ("the", "a", "cat", "dog", "bird", "sat", "ran", "on", "over", "mat", "tree", "and")
 TRAIN = {"batch": 8, "steps": 4, "threads": 1}

@@ -1,5 +1,6 @@
 """frostlab's GPT and Decoder as GPT-2, Llama and MegatronBERT: equal logits for every setting."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import frostlab as fl
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.models.gpt import GPT, GPTConfig, mean_over_tokens
 from frostlab.models.huggingface import as_huggingface
+from trained import needs_causal_megatron
 
 
 def disturbed(model: nn.Module) -> Any:
@@ -87,7 +89,15 @@ def test_a_language_model_loads_with_equal_logits(name: str, tmp_path: Path) -> 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("changes", [{}, {"causal": True}, {"bias": False}, {"dropout": 0.3}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"causal": True}, marks=needs_causal_megatron),
+        {"bias": False},
+        {"dropout": 0.3},
+    ],
+)
 def test_a_classifier_becomes_a_body_and_a_head(changes: Any, tmp_path: Path) -> None:
     model = gpt(**{"classes": 3, "causal": False} | changes)
     ids, mask = ids_and_mask()
@@ -100,6 +110,19 @@ def test_a_classifier_becomes_a_body_and_a_head(changes: Any, tmp_path: Path) ->
     states = body(ids, attention_mask=mask, token_type_ids=types).last_hidden_state
     logits = mean_over_tokens(states, mask) @ head.T
     torch.testing.assert_close(logits, model(ids, mask), rtol=1e-12, atol=1e-12)
+
+
+def test_a_causal_classifier_is_not_exported_as_one_that_looks_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers 5.9 to 5.17 would read it."""
+    module = "transformers.models.megatron_bert.modeling_megatron_bert"
+    both = importlib.import_module(module).create_bidirectional_mask
+    monkeypatch.setattr(f"{module}.create_causal_mask", both, raising=False)
+    with pytest.raises(fl.BadInput, match="attends in both directions although this model is caus"):
+        fl.export(gpt(classes=3), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    fl.export(gpt(classes=3, causal=False), tmp_path / "out")
 
 
 def test_training_settings_are_kept() -> None:
@@ -139,6 +162,6 @@ def test_settings_without_an_equal_are_named(make: Any, message: str, tmp_path: 
 
 
 def test_an_older_head_is_removed(tmp_path: Path) -> None:
-    fl.export(gpt(classes=3), tmp_path)
+    fl.export(gpt(classes=3, causal=False), tmp_path)
     fl.export(gpt(), tmp_path)
     assert not (tmp_path / "head.safetensors").exists()

@@ -19,7 +19,7 @@ from transformers import (
 import frostlab as fl
 from frostlab.training.step.objective import logits_of
 from tiny import tiny
-from trained import trained
+from trained import needs_causal_megatron, trained
 
 CLASS = {
     "gpt": "GPT2LMHeadModel",
@@ -27,6 +27,7 @@ CLASS = {
     "decoder": "LlamaForCausalLM",
     "bert decoder": "BertLMHeadModel",
 }
+CAUSAL_PAIRS = pytest.param("causal pairs", marks=needs_causal_megatron)
 TEXTS = ["the cat sat on the mat", "a bird"]
 OTHERS = ["then the dog slept", "a tree and a house"]
 
@@ -64,7 +65,7 @@ def run_card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", [*CLASS, "classifier", "causal pairs", "bert", "generated", "majority"]
+    "name", [*CLASS, "classifier", CAUSAL_PAIRS, "bert", "generated", "majority"]
 )
 def test_the_code_of_the_card_runs(
     name: str,
@@ -81,7 +82,7 @@ def test_the_code_of_the_card_runs(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["classifier", "causal pairs", "bert"])
+@pytest.mark.parametrize("name", ["classifier", CAUSAL_PAIRS, "bert"])
 def test_a_classifier_gives_the_logits_of_the_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

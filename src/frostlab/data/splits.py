@@ -334,7 +334,9 @@ def _drop_shared_texts(portions: dict[str, Portion]) -> None:
     for role in ("report", "tune", "train"):
         portion = portions[role]
         if held_out:
-            shared = portion.taken & np.isin(portion.survey.keys, np.concatenate(held_out))
+            shared = portion.taken & np.isin(
+                portion.survey.keys, np.concatenate(held_out), kind="sort"
+            )
             if shared.any():
                 reason = f"text is also in {' or '.join(roles)}"
                 note = f"without {counted(int(shared.sum()), 'rows')} whose {reason}"

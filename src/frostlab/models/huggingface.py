@@ -205,6 +205,7 @@ def _llama(model: Decoder, special: dict[str, int | None], length: int) -> Any:
 
 
 def _megatron(model: GPT, special: dict[str, int | None]) -> Any:
+    import transformers
     from transformers import MegatronBertConfig, MegatronBertModel
 
     config = model.config
@@ -227,6 +228,11 @@ def _megatron(model: GPT, special: dict[str, int | None]) -> Any:
         ),
         add_pooling_layer=False,
     )
+    if config.causal and not _is_causal(made):
+        raise BadInput(
+            f"export: MegatronBERT in transformers {transformers.__version__} attends in both "
+            "directions although this model is causal; transformers 5.18 and later attend causally"
+        )
     state: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         if ".qkv." in name:
@@ -236,6 +242,18 @@ def _megatron(model: GPT, special: dict[str, int | None]) -> Any:
             state[name] = value
     _load(made, _renamed(state, _MEGATRON))
     return made
+
+
+@torch.no_grad()
+def _is_causal(made: Any) -> bool:
+    """Return whether what a model computes for its first token ignores the second token.
+
+    From version 5.9 to 5.17, transformers' MegatronBERT ignored `is_decoder`.
+    """
+    if made.config.max_position_embeddings < 2 or made.config.vocab_size < 2:
+        return True
+    first, other = made.eval()(torch.tensor([[0, 0], [0, 1]])).last_hidden_state[:, 0]
+    return torch.allclose(first, other, rtol=1e-3, atol=1e-4)
 
 
 def _renamed(state: Mapping[str, Tensor], table: dict[str, str]) -> dict[str, Tensor]:

@@ -125,10 +125,12 @@ def _made_of(record: RunRecord, model: nn.Module) -> str:
             if getattr(record.recipe.model, "pooling", "mean") == "mean"
             else "the last hidden state of the last token"
         )
+        causal = getattr(record.recipe.model, "causal", False)
+        unlike = " Versions 5.9 to 5.17 of transformers ignore that it is causal." if causal else ""
         return (
             f"The linear head of frostlab's `gpt` reads {reads}. The folder has the model without "
             "its head as a MegatronBERT, which gives the same hidden states, and the head in "
-            f"`{HEAD}`; the code below joins them."
+            f"`{HEAD}`; the code below joins them.{unlike}"
         )
     own = "Qwen3" if getattr(record.recipe.model, "qk_norm", False) else "Llama"
     name = "GPT-2" if record.recipe.model.kind == "gpt" else own
