@@ -53,6 +53,16 @@ def number(value: Any) -> str:
     return NONE if typed(value, int, float) is None else f"{value:.4g}"
 
 
+def size_text(size: int | None) -> str:
+    """Format a number of bytes, such as 1.2 MB; `NONE` if it is unknown."""
+    if size is None:
+        return NONE
+    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
+        if size >= 10**power:
+            return f"{size / 10**power:.3g} {unit}"
+    return f"{size} B"
+
+
 def counted(count: int, plural: str) -> str:
     """Return a number with its noun, whose plural ends in s: "1 subject", "1,200 subjects"."""
     return f"{count:,} {plural.removesuffix('s') if count == 1 else plural}"

@@ -26,7 +26,7 @@ BINARY = {".npz", ".png", ".pdf", ".lock"}
 # The lines of `matrix` and `logs` are headed by the name of a run, which has both marks.
 WITHOUT_NUMBERS = {
     "recipes", "inspect", "note", "tag", "clean", "verify", "bench", "data", "matrix", "stop",
-    "logs",
+    "logs", "check",
 }  # fmt: skip
 SETTINGS = {"train.steps": 2, "model.layers": 1, "watch.every_n_steps": 1}
 

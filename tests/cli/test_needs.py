@@ -49,7 +49,7 @@ def test_a_group_is_checked_as_a_whole(tmp_path: Path, in_this_process: Command)
     lines = {tuple(line.split()[:2]): line for line in done.stdout.splitlines()}
     assert "in part" in lines["data", "tinystories"]
     assert "missing" in lines["data", "openwebtext"]
-    assert "24.0 GB" in lines["data", "openwebtext"]
+    assert "24 GB" in lines["data", "openwebtext"]
     assert "missing" in lines["tokenizer", "gpt2"]
     assert "openwebtext: needed by gpt-04, gpt-05" in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
@@ -75,7 +75,7 @@ def test_a_group_also_needs_what_it_evaluates_further(
         ["data", "imdb"],
         ["tokenizer", "some/where"],
     ]
-    assert lines[-1] == "missing: 2 of 2, about 83.0 MB to download, and 1 of unknown size"
+    assert lines[-1] == "missing: 2 of 2, about 83 MB to download, and 1 of unknown size"
 
 
 def test_examples_are_counted(
@@ -146,8 +146,8 @@ def test_a_full_disk_is_noticed_before_a_download(
     monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: Usage)
     done = in_this_process("data", "fetch", "openwebtext")
     assert done.returncode == 2
-    assert "openwebtext takes 24.0 GB, and " in done.stderr
-    assert "has 1.0 GB free; set HF_HOME to a folder with more space" in done.stderr
+    assert "openwebtext takes 24 GB, and " in done.stderr
+    assert "has 1 GB free; set HF_HOME to a folder with more space" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_too_small_a_disk_is_a_problem(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(check.shutil, "disk_usage", lambda path: Usage)
     verdict = check_recipes([("good", recipe_from(tiny()), 1)], tmp_path)
     assert verdict.problems == [
-        f"the disk has 0.001 MB free, and the runs need about {verdict.disk_bytes / 1e6:.3g} MB"
+        f"the disk has 1 kB free, and the runs need about {verdict.disk_bytes / 1e6:.3g} MB"
     ]
 
 

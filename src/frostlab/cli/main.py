@@ -18,6 +18,7 @@ from frostlab.cli import (
     compare,
     diagnose,
     inspect,
+    machine,
     matrix,
     monitor,
     needs,
@@ -86,12 +87,13 @@ def commands(
 ) -> None:
     """Freeze or change parts of a transformer, train it, and measure what that changes.
 
-    Exit codes: 0 success; 1 failure, or a problem found by diagnose, verify, data check, run
-    --check or matrix --check; 2 bad input.
+    Exit codes: 0 success; 1 failure, or a problem found by check, diagnose, verify, data check,
+    run --check or matrix --check; 2 bad input.
     """
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {  # in the order of --help
+    "check": machine.check,
     "recipes": runs.recipes,
     "inspect": inspect.inspect,
     "run": runs.run,

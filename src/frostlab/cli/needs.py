@@ -18,7 +18,7 @@ from frostlab.cli.options import (
 )
 from frostlab.errors import BadInput, nearest
 from frostlab.recipe.bounded_yaml import shown
-from frostlab.text import NONE, columns, wrapped
+from frostlab.text import NONE, columns, size_text, wrapped
 
 if TYPE_CHECKING:
     from frostlab.data.fetch import Need
@@ -108,7 +108,8 @@ def _lines(needs: "list[Need]") -> list[str]:
     if not needs:
         return ["nothing needs to be downloaded: the data come from this machine"]
     rows = [
-        (need.kind, need.name, need.state, _size(need.size), need.place or NONE) for need in needs
+        (need.kind, need.name, need.state, size_text(need.size), need.place or NONE)
+        for need in needs
     ]
     width = width_of()
     lines = columns([("kind", "name", "state", "size", "where"), *rows], right=[3], width=width)
@@ -120,7 +121,7 @@ def _lines(needs: "list[Need]") -> list[str]:
         unknown = sum(need.size is None for need in missing)
         more = f", and {unknown} of unknown size" if unknown else ""
         lines.append(
-            f"missing: {len(missing)} of {len(needs)}, about {_size(total)} to download{more}"
+            f"missing: {len(missing)} of {len(needs)}, about {size_text(total)} to download{more}"
         )
     return lines
 
@@ -132,13 +133,7 @@ def _notes(need: "Need") -> Iterator[str]:
         if here < whole:
             yield f"{split} has {here:,} of {whole:,} examples"
     if need.is_excerpt:
-        yield f"an excerpt of {_size(need.size)}; the whole set is about {_size(need.whole)}"
+        here_size, all_of_it = size_text(need.size), size_text(need.whole)
+        yield f"an excerpt of {here_size}; the whole set is about {all_of_it}"
     if need.state == "missing":
         yield f"needed by {', '.join(need.recipes)}"
-
-
-def _size(size: int | None) -> str:
-    """Return bytes as a text in MB or GB."""
-    if size is None:
-        return NONE
-    return f"{size / 1e9:.1f} GB" if size >= 10**9 else f"{size / 1e6:.1f} MB"

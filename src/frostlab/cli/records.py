@@ -12,7 +12,7 @@ import typer
 
 from frostlab.cli.options import RUNS, AsJson, RunOrComparison, RunsFolder, Wide, echo, width_of
 from frostlab.errors import BadInput, nearest
-from frostlab.text import columns, plain, wrapped
+from frostlab.text import columns, plain, size_text, wrapped
 
 if TYPE_CHECKING:
     from frostlab.records.finding.index import Summary
@@ -251,15 +251,6 @@ def _files(folder: Path) -> dict[str, str]:
         elif path.is_file() and not path.name.startswith(".") and path.suffix != ".lock":
             files[path.name] = size_text(path.stat().st_size)
     return files
-
-
-def size_text(size: float) -> str:
-    """Format a number of bytes."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"
 
 
 def diff(

@@ -28,6 +28,7 @@ from frostlab.errors import BadInput, first_line, require
 from frostlab.recipe.data import Named, Own, PretrainedTokenizer, RecordedEEG
 from frostlab.recipe.model import PretrainedModel
 from frostlab.recipe.recipe import Recipe
+from frostlab.text import size_text
 
 Kind = Literal["data", "tokenizer", "weights"]
 # Files of a model on the hub, except pickled weights and other libraries' formats.
@@ -250,7 +251,7 @@ def fetch(need: Need) -> None:
     free = shutil.disk_usage(next(p for p in (cache, *cache.parents) if p.exists())).free
     if need.size is not None and need.size > free:
         raise BadInput(
-            f"{need.name} takes {need.size / 1e9:.1f} GB, and {cache} has {free / 1e9:.1f} GB "
+            f"{need.name} takes {size_text(need.size)}, and {cache} has {size_text(free)} "
             "free; set HF_HOME to a folder with more space"
         )
     if need.kind == "data":

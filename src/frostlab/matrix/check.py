@@ -27,7 +27,7 @@ from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import Every
 from frostlab.roles.read import anatomy
 from frostlab.storage import plain_tensors
-from frostlab.text import NONE, columns, counted, enumerated, fitted, hms
+from frostlab.text import NONE, columns, counted, enumerated, fitted, hms, size_text
 from frostlab.timing.clock import Meter
 from frostlab.timing.memory import estimated_peak
 from frostlab.training.batches.feed import Feed
@@ -280,8 +280,8 @@ class Verdict:
         lines = [f"{entry.id}: {entry.problem}" for entry in self.checked if entry.problem]
         if self.disk_bytes > self.disk_free:
             lines.append(
-                f"the disk has {_size(self.disk_free)} free, and the runs need about "
-                f"{_size(self.disk_bytes)}"
+                f"the disk has {size_text(self.disk_free)} free, and the runs need about "
+                f"{size_text(self.disk_bytes)}"
             )
         return lines
 
@@ -325,7 +325,7 @@ def check_table(verdict: Verdict, width: int | None) -> list[str]:
     places = f" on {verdict.at_once} devices" if verdict.at_once > 1 else ""
     lines.append(
         f"{counted(total, 'runs')}{places}: {hms(verdict.seconds)}; "
-        f"{_size(verdict.disk_bytes)} of disk, {_size(verdict.disk_free)} free"
+        f"{size_text(verdict.disk_bytes)} of disk, {size_text(verdict.disk_free)} free"
     )
     if total:
         lines.append(f"the time is {_parts(verdict)}; starting the runs is not included")
@@ -366,10 +366,11 @@ def _parts(verdict: Verdict) -> str:
 def _row(entry: Checked) -> tuple[str, ...]:
     step = NONE if entry.step_seconds is None else _time(entry.step_seconds)
     times = "" if entry.evaluation_seconds is None else f" × {_time(entry.evaluation_seconds)}"
-    memory = f"{'≈ ' if entry.memory_peak is None else ''}{_size(entry.memory)}"
+    memory = f"{'≈ ' if entry.memory_peak is None else ''}{size_text(entry.memory)}"
     return (
         entry.id, str(entry.runs), f"{entry.parameters or 0:,}", f"{entry.steps or 0:,}", step,
-        f"{entry.evaluations or 0:,}{times}", hms(entry.seconds), memory, _size(entry.disk_bytes),
+        f"{entry.evaluations or 0:,}{times}", hms(entry.seconds), memory,
+        size_text(entry.disk_bytes),
     )  # fmt: skip
 
 
@@ -377,9 +378,3 @@ def _time(seconds: float) -> str:
     if seconds < 1:
         return f"{1e3 * seconds:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 60 else hms(seconds)
-
-
-def _size(size: int | None) -> str:
-    if size is None:
-        return NONE
-    return f"{size / 1e9:.3g} GB" if size >= 10**9 else f"{size / 1e6:.3g} MB"
