@@ -123,6 +123,15 @@ def read_json(path: Path, most: int = MOST_BYTES) -> Any:
     return parse_json(read_bytes(path, most), path)
 
 
+def values_in(value: Any) -> int:
+    """Return the number of values in a JSON value, as `parse_json` counts them."""
+    if isinstance(value, dict):
+        return sum(3 + values_in(inner) for inner in value.values())
+    if isinstance(value, list | tuple):
+        return sum(1 + values_in(inner) for inner in value)
+    return 0
+
+
 def parse_json(text: bytes | str, where: object) -> Any:
     """Parse JSON; the error for an invalid text is one line that begins with `where`."""
     comma, colon = (",", ":") if isinstance(text, str) else (b",", b":")

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext, suppress
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
@@ -25,6 +27,7 @@ from frostlab.cli.main import app
 from frostlab.cli.matrix import _detach
 from frostlab.matrix.drive import (
     Ends,
+    Notices,
     Prepared,
     add_to_live,
     check_notify,
@@ -299,6 +302,133 @@ def test_a_slow_notice_does_not_hold_up_the_queue(
     assert not [line for line in said if "--notify" in line]
 
 
+def test_a_run_that_was_stopped_goes_on_while_the_matrix_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so does one that failed; the same command adds both."""
+    opened = nullcontext(Opened(Refusing(None), "here", 1))
+    monkeypatch.setattr("frostlab.matrix.drive.executor_in", lambda *_, **__: opened)
+    folder, said = MatrixFolder(tmp_path / "runs", "mine"), list[str]()
+    plan, wait = plan_of(tmp_path, 3), Refusing.wait
+
+    def ending(self: Refusing, seconds: float) -> list[tuple[Task, Outcome]]:
+        if self._task is not None and self._task.path.name.endswith("-s0") and not said[1:]:
+            task, self._task = self._task, None
+            return [(task, Outcome("failed", "for once"))]
+        return wait(self, seconds)
+
+    def adding(line: str) -> None:
+        said.append(line)
+        if "for once" in line:
+            folder.request(stop="mine-recipe-none-s2")
+        if line == "mine-recipe-none-s2 is stopped":
+            monkeypatch.setattr(Refusing, "start", added)
+
+    def added(self: Refusing, task: Task) -> None:
+        if task.path.name.endswith("-s1"):
+            driver_has_written(folder, "mine-recipe-none-s2", "stopped")
+            assert add_to_live(plan, folder) == 2
+        start(self, task)
+
+    start = Refusing.start
+    monkeypatch.setattr(Refusing, "wait", ending)
+    monkeypatch.setattr("frostlab.matrix.drive._STATE_SECONDS", 0.0)
+    assert drive(plan, folder, CPU, say=adding).counts == {"finished": 3}, said
+    assert "added: 2 runs" in said
+
+
+def driver_has_written(folder: MatrixFolder, name: str, state: str) -> None:
+    known = folder.state()
+    assert known is not None
+    assert known.runs[name].state == state
+
+
+def test_runs_that_the_driver_would_refuse_are_refused_at_once(tmp_path: Path) -> None:
+    folder = MatrixFolder(tmp_path / "runs", "mine")
+    folder.write_plan(plan_of(tmp_path, 1))
+    fl.run(tiny(train__epochs=1), out=folder.runs / "more-recipe-none-s0")
+    with pytest.raises(fl.BadInput, match=r"holds a run of another recipe \(train.epochs differ\)"):
+        add_to_live(plan_of(tmp_path, 1, "more"), folder)
+    other = replace(plan_of(tmp_path, 2), data_dir=str(tmp_path))
+    with pytest.raises(fl.BadInput, match="mine, which is running, was started with no --data-dir"):
+        add_to_live(other, folder)
+    assert list(folder.requests()) == []
+
+
+def test_added_runs_find_the_data_of_the_matrix_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = MatrixFolder(tmp_path / "runs", "mine")
+    plan_of(tmp_path, 1)
+    source = str(tmp_path / "mine.yaml")
+    folder.write_plan(matrix_plan(source, data_dir=tmp_path))
+    asked: list[MatrixPlan] = []
+    monkeypatch.setattr(
+        "frostlab.matrix.drive.add_to_live", lambda plan, folder: asked.append(plan) or 0
+    )
+    with driving(folder):
+        done = CliRunner().invoke(app, ["matrix", source, "--add", "--runs", str(folder.runs)])
+    assert done.exit_code == 0, done.exception
+    assert [plan.data_dir for plan in asked] == [str(tmp_path)]
+
+
+def test_a_slow_notice_does_not_keep_the_folder_of_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last notice is sent although the ones before it are too slow."""
+    opened = nullcontext(Opened(Refusing(None), "here", 1))
+    monkeypatch.setattr("frostlab.matrix.drive.executor_in", lambda *_, **__: opened)
+    monkeypatch.setattr("frostlab.matrix.drive.wait_for", lambda calls, seconds: None)
+    folder, said, told = MatrixFolder(tmp_path / "runs", "mine"), list[str](), tmp_path / "told"
+    plan = plan_of(tmp_path, 4, train={"batch": 32, "epochs": 1, "threads": 1, "processes": 2})
+    closing, closed = Notices.close, []
+
+    def close(self: Notices) -> None:
+        # a program that is about to start has the lock, too, for a moment
+        wait_until(lambda: holder_of(folder.runs) is None, 20)
+        closed.append(True)
+        closing(self)
+
+    def saying(line: str) -> None:
+        said.append(line)
+        if "too slow" in line:
+            (tmp_path / "go").touch()
+
+    monkeypatch.setattr(Notices, "close", close)
+    waits = f"until [ -e {tmp_path / 'go'} ]; do sleep 0.02; done"
+    slow = f"sh -c 'case {{name}} in mine) echo {{status}} >> {told};; *) {waits};; esac'"
+    drive(plan, folder, CPU, notify=slow, say=saying)
+    assert closed
+    assert told.read_text() == "failed\n"
+    assert any(re.fullmatch("--notify was too slow: . calls? left out", line) for line in said)
+
+
+def test_a_notice_may_leave_a_program_in_the_background(tmp_path: Path) -> None:
+    said: list[str] = []
+    began = time.monotonic()
+    notices = Notices("sh -c 'sleep 30 & echo {name} >&2; exit 3'", said.append)
+    notices.send("a-run", "failed")
+    notices.close()
+    assert time.monotonic() - began < 15
+    assert said[0].startswith("--notify failed: ")
+    assert said[0].endswith(": a-run")
+
+
+def test_what_cannot_be_opened_leaves_no_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def executor_in(*_: Any, **__: Any) -> Iterator[Opened]:
+        raise fl.BadInput("--ray auto: no cluster")
+        yield
+
+    monkeypatch.setattr("frostlab.matrix.drive.executor_in", executor_in)
+    folder = MatrixFolder(tmp_path / "runs", "mine")
+    with pytest.raises(fl.BadInput, match="--ray auto: no cluster"):
+        drive(plan_of(tmp_path, 1), folder, CPU)
+    assert not folder.has_plan()
+
+
 def test_a_plan_that_is_removed_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,6 +529,43 @@ def test_on_a_terminal_a_full_disk_is_named_before_anything_is_started(
     folder = MatrixFolder(tmp_path / "runs", "mine")
     with pytest.raises(fl.BadInput, match=r"mine cannot be written \(No space left\)"):
         _detach(plan_of(tmp_path, 1), folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [(["matrix", "mine.yaml", "--runs", "r"], 4), (["matrix", "--runs", "r", "--", "mine"], 3)],
+)
+@pytest.mark.parametrize("code", [1, 2])
+def test_on_a_terminal_the_driver_gets_the_same_options_and_its_end_is_shown(
+    code: int, words: list[str], place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    asked: list[list[str]] = []
+
+    class Ended:
+        pid, returncode = 4321, code
+
+        def __init__(self, command: list[str], stdout: Any, **_: Any) -> None:
+            asked.append(command)
+            stdout.write(b"s0 has diverged\nfrostlab: no room\nmine ended: 1 diverged\n")
+            stdout.flush()
+
+        def poll(self) -> int:
+            return code
+
+    monkeypatch.setattr("frostlab.cli.matrix.subprocess.Popen", Ended)
+    monkeypatch.setattr(sys, "argv", ["frostlab", *words])
+    folder = MatrixFolder(tmp_path / "runs", "mine")
+    error = typer.Exit if code == 1 else fl.BadInput
+    with pytest.raises(error) as caught:
+        _detach(plan_of(tmp_path, 1), folder)
+    assert asked[0][3:] == [*words[:place], "--wait", *words[place:]]
+    if code == 1:
+        assert capsys.readouterr().out == "s0 has diverged\nfrostlab: no room\n" + (
+            "mine ended: 1 diverged\n"
+        )
+    else:
+        assert str(caught.value) == "no room"
 
 
 def test_on_a_terminal_a_driver_that_does_not_begin_is_named(

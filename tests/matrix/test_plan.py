@@ -1,6 +1,7 @@
 """Plans of matrices: every combination once, in order, checked; files that are wrong."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 import yaml
 
 import frostlab as fl
-from frostlab.matrix.plan import matrix_plan, merged, tasks_of
+from frostlab.matrix.plan import matrix_from, matrix_plan, merged, tasks_of
+from frostlab.matrix.store import MatrixFolder
 from frostlab.recipe.load import load_recipe
 from tiny import tiny
 
@@ -118,6 +120,10 @@ def test_runs_that_lack_data_are_named_and_not_run(tmp_path: Path) -> None:
         ({"set": {"train.device": "cuda:3"}}, "train.device cuda:3 names one device"),
         ({"recipes": ["small.yaml", "small.yaml"]}, "recipes: 'small.yaml' is listed twice"),
         ({"recipes": ["small.yaml", "./small.yaml"]}, "two recipes would have the folder"),
+        (
+            {"settings": {"optim.lr": [1e-4, 1.0000001e-4]}},
+            "two recipes would have the folder small@lr=0.0001-none-s0; rename one, or choose",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_in_one_line(
@@ -127,6 +133,70 @@ def test_a_wrong_file_is_refused_in_one_line(
         matrix_plan(write(tmp_path, **keys))
     assert message in str(refused.value)
     assert not re.search(r"\n|tuple|constrained|valid", str(refused.value))
+
+
+def test_an_unknown_key_is_named_before_a_missing_one() -> None:
+    with pytest.raises(fl.BadInput, match="recipe is not a key of a matrix; did you mean `recipe"):
+        matrix_from({"recipe": ["docstrings-gpt"]}, "mine.yaml")
+
+
+def test_seeds_and_treatments_of_a_file_are_not_set_otherwise(tmp_path: Path) -> None:
+    source = write(tmp_path, treatments=["none", "oelm"])
+    with pytest.raises(fl.BadInput, match="--set seed cannot be set for a matrix; use --seeds"):
+        matrix_plan(source, settings={"seed": 7})
+    for key, value in (("treatment", "oelm"), ("treatment.freeze", ["key"])):
+        with pytest.raises(fl.BadInput, match="--set treatment: .*mine.yaml lists treatments"):
+            matrix_plan(source, settings={key: value})
+    plan = matrix_plan(write(tmp_path, treatments=[]), settings={"treatment": "oelm"})
+    assert {run.method for run in plan.runs} == {"oelm"}
+    with pytest.raises(fl.BadInput, match="--set seed and --seeds exclude each other"):
+        matrix_plan("phase3", settings={"scale": "tiny", "seed": 7}, seeds=[0])
+    runs = matrix_plan("phase3", settings={"scale": "tiny", "seed": 7}).runs
+    assert {run.seed for run in runs} == {7}
+
+
+def test_too_many_runs_are_refused_before_their_recipes_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frostlab.matrix.plan.load_recipe", lambda *_: pytest.fail("loaded"))
+    source = write(
+        tmp_path, treatments=["none", "oelm"], seeds=1000,
+        settings={"optim.lr": [n / 1e4 for n in range(1, 101)]},
+    )  # fmt: skip
+    with pytest.raises(fl.BadInput, match="200,000 runs; a matrix can have 100,000 at most"):
+        matrix_plan(source)
+
+
+def test_a_plan_that_could_not_be_read_again_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = [n / 1e4 for n in range(1, 9)]
+    plan = matrix_plan(write(tmp_path, settings={"optim.lr": rates}))
+    folder = MatrixFolder(tmp_path, "mine")
+    folder.write_plan(plan)
+    text = folder.plan_path.read_text()
+    counted = text.count(",") + 2 * text.count(":")
+    for limit, fits in ((int(1.1 * counted), True), (counted - 1, False)):
+        for module in ("matrix.plan", "storage"):
+            monkeypatch.setattr(f"frostlab.{module}.MOST_VALUES", limit)
+        assert fits == (not refused(folder.plan))
+        assert fits == (not refused(lambda: matrix_plan(str(tmp_path / "mine.yaml"))))
+
+
+def refused(work: Callable[[], Any]) -> bool:
+    try:
+        work()
+    except fl.BadInput as error:
+        return "too large" in str(error)
+    return False
+
+
+def test_runs_of_a_recipe_share_it_in_a_plan_that_grows(tmp_path: Path) -> None:
+    plan = matrix_plan(write(tmp_path, seeds=1))
+    for seeds in (2, 3, 4):
+        plan, _ = merged(plan, matrix_plan(write(tmp_path, seeds=seeds)))
+    assert len(plan.runs) == 4
+    assert len(plan.recipes) == 1
 
 
 def test_unknown_names_are_refused_with_the_nearest() -> None:

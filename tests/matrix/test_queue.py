@@ -1,6 +1,7 @@
 """The queue: what an attempt that did not finish means. Its executor here only pretends."""
 
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,68 @@ def test_a_disk_that_is_always_full_ends_the_run(
     monkeypatch.setattr("frostlab.matrix.queue._POLL_SECONDS", 0.0)
     executor = Pretended({"a": ["blocked"] * 3})
     assert ends(Queue(executor), tmp_path, "a") == {"a": "blocked"}
+
+
+class Clocked(Pretended):
+    """An executor whose waiting advances a clock of its own; it notes when tasks start."""
+
+    def __init__(self, ways: dict[str, list[Kind]]) -> None:
+        super().__init__(ways, room=1)
+        self.now = 100.0
+        self.times: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def start(self, task: Task) -> None:
+        super().start(task)
+        self.times.append(self.now)
+
+    def wait(self, seconds: float) -> list[tuple[Task, Outcome]]:
+        self.now += seconds
+        return super().wait(seconds)
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_disk_with_too_little_room_is_tried_ever_more_rarely(
+    grows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small file can be written at once, but a checkpoint cannot, unless space becomes free."""
+    executor, free = Clocked({"a": ["blocked"] * 12 + ["finished"]}), iter(range(10**9))
+    monkeypatch.setattr("frostlab.matrix.queue.time", executor)
+    monkeypatch.setattr(
+        "frostlab.matrix.queue._free_in", lambda _: (next(free) << 21) if grows else 5 << 20
+    )
+    assert ends(Queue(executor), tmp_path, "a") == {"a": "finished"}
+    gaps = [after - before for before, after in pairwise(executor.times)]
+    if grows:
+        assert max(gaps) < 5
+    else:
+        for number, gap in enumerate(gaps):
+            assert gap == pytest.approx(min(300, 2 * (2**number - 1)), abs=2.5)
+
+
+def test_after_a_run_that_ended_a_full_disk_is_tried_again_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked: list[Kind] = ["blocked"] * 4
+    executor = Clocked({"a": [*blocked, "finished"], "b": [*blocked, "finished"]})
+    monkeypatch.setattr("frostlab.matrix.queue.time", executor)
+    ends(Queue(executor), tmp_path, "ab")
+    assert executor.times[6] - executor.times[5] < 3
+
+
+def test_a_task_that_is_added_again_has_all_attempts_again(tmp_path: Path) -> None:
+    executor = Pretended({"a": ["crashed", "crashed", "crashed", "finished"]}, room=1)
+    again = tasks(tmp_path, "a")
+    queue = Queue(executor, each_turn=lambda: queue.add(take(again, executor.started)))
+    assert ends(queue, tmp_path, "a") == {"a": "finished"}
+    assert executor.started == ["a"] * 4
+
+
+def take(again: list[Task], started: list[str]) -> list[Task]:
+    """Return the task once, after it has crashed twice."""
+    return [again.pop()] if again and len(started) == 2 else []
 
 
 class Slow(Pretended):

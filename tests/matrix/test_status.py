@@ -1,11 +1,14 @@
 """`status`, `stop` and `logs`: what they show, what they refuse, and that they import no torch."""
 
+import errno
 import fcntl
 import json
 import os
 import pty
 import re
 import shutil
+import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -323,10 +326,50 @@ def test_stop_leaves_a_request_for_the_driver(store: Path) -> None:
     assert list(folder.requests()) == []
 
 
+def test_a_driver_that_writes_no_more_is_noticed(store: Path) -> None:
+    """Its disk may be full, so that what it last wrote stays."""
+    runs = store / "runs"
+    folder = MatrixFolder(runs, "mine")
+    with driving(folder):
+        for seconds, noticed in ((5.0, False), (33.0, True)):
+            now = time.time()
+            folder.write_state(DriverState(
+                1, "running", os.getpid(), socket.gethostname(), now, now - seconds, "cpu", 1,
+                {"small-oelm-s1": RunState("running", "cpu", now)},
+            ))  # fmt: skip
+            status = read_status(runs)
+            shown = terminal_table(status).plain
+            note = f"what is shown is 33 s old: process {os.getpid()} cannot write "
+            assert (note in " ".join(shown.split())) == noticed
+            assert (status.seconds_left is None) == noticed
+    assert read_status(runs).note is None
+
+
+def test_a_matrix_on_a_full_disk_can_be_stopped(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    call, runs = CliRunner().invoke, store / "runs"
+    killed: list[tuple[int, int]] = []
+    with driving(MatrixFolder(runs, "mine")):
+        set_state(store)
+        monkeypatch.setattr("frostlab.matrix.store.write_whole", full)
+        monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
+        stopped = call(app, ["stop", "mine", "--runs", str(runs)])
+        assert stopped.output == "mine stops; its runs write a checkpoint first\n"
+        one = call(app, ["stop", "small-oelm-s1", "--runs", str(runs)]).exception
+    assert isinstance(one, fl.BadInput)
+    assert "requests cannot be written (No space left on device), so mine cannot be" in str(one)
+    assert killed == [(os.getpid(), signal.SIGTERM)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["stop", "mine"], "no matrix runs in"),
+        (["matrix", "phase3", "--only", " , "], "--only ' , ' names no experiment"),
         (["status", "mien"], "no matrix 'mien' in .*did you mean `mine`"),
         (["logs", "small-none-s7"], "has a log of 'small-none-s7'; did you mean `small-none-s.`"),
         (["status", "--live", "--json"], "--live draws a table on a terminal"),

@@ -114,6 +114,10 @@ def matrix(
 
     check_data_dir(data_dir)
     check_notify(notify)
+    holder = holder_of(runs)  # the driver that is at work in this folder, if there is one
+    if holder is not None and add and data_dir is None:
+        used = MatrixFolder(runs, holder.name).plan().data_dir
+        data_dir = None if used is None else Path(used)
     places = Places(devices, per_device, when_idle, ray, slurm)
     stand_ins = None
     if stand_in:
@@ -124,7 +128,7 @@ def matrix(
         source,
         seeds=None if seeds is None else list(range(seeds)),
         settings=settings_from(settings, None, scale),
-        only=[] if only is None else [part.strip() for part in only.split(",")],
+        only=[] if only is None else _names(only),
         stand_in=stand_ins,
         data_dir=data_dir,
     )
@@ -133,7 +137,6 @@ def matrix(
         return
     if as_json:
         raise BadInput("--json is for --check; `frostlab status --json` shows the runs")
-    holder = holder_of(runs)  # the driver that is at work in this folder, if there is one
     if holder is not None and (add or holder.name == plan.name):
         _add(plan, MatrixFolder(runs, holder.name))
         if notify is not None or places != Places():
@@ -147,6 +150,14 @@ def matrix(
         _drive(plan, folder, places, notify)
     else:
         _detach(plan, folder)
+
+
+def _names(only: str) -> list[str]:
+    """Return the names in `gpt-01,gpt-02`."""
+    names = [part.strip() for part in only.split(",") if part.strip()]
+    if not names:
+        raise BadInput(f"--only {only!r:.40} names no experiment")
+    return names
 
 
 def _check(plan: "MatrixPlan", places: "Places", runs: Path, wide: bool, as_json: bool) -> None:
@@ -231,7 +242,9 @@ def _detach(plan: "MatrixPlan", folder: "MatrixFolder") -> None:
         log = folder.log.open("ab")
     except OSError as error:
         raise BadInput(f"{folder.path} cannot be written ({error.strerror})") from None
-    command = [sys.executable, "-m", "frostlab", *sys.argv[1:], "--wait"]
+    words = sys.argv[1:]
+    place = words.index("--") if "--" in words else len(words)  # after it, there are no options
+    command = [sys.executable, "-m", "frostlab", *words[:place], "--wait", *words[place:]]
     with log:
         begins = log.tell()
         driver = subprocess.Popen(
@@ -245,12 +258,12 @@ def _detach(plan: "MatrixPlan", folder: "MatrixFolder") -> None:
             break
         if driver.poll() is not None:
             text = folder.log.read_bytes()[begins:].decode(errors="replace").strip()
-            if driver.returncode == 0:
-                echo(text)
-                return
-            last = text.splitlines()[-1] if text else f"exit code {driver.returncode}"
-            kind = BadInput if driver.returncode == 2 else FrostlabError
-            raise kind(last.removeprefix("frostlab: "))
+            if driver.returncode != 2:
+                echo(text or f"{plan.name} ended with exit code {driver.returncode}")
+                raise typer.Exit(driver.returncode)
+            lines = text.splitlines() or [f"exit code {driver.returncode}"]
+            errors = (line for line in reversed(lines) if line.startswith("frostlab: "))
+            raise BadInput(next(errors, lines[-1]).removeprefix("frostlab: "))
         try:
             time.sleep(0.1)
         except KeyboardInterrupt:

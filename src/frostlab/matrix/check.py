@@ -33,6 +33,7 @@ from frostlab.timing.memory import estimated_peak
 from frostlab.training.batches.feed import Feed
 from frostlab.training.distributed import Compute
 from frostlab.training.evaluate import evaluate
+from frostlab.training.run import is_out_of_memory
 from frostlab.training.setup import (
     assemble,
     build_first_stage,
@@ -102,11 +103,12 @@ def check_recipe(
     """Build a recipe's model and take a few steps with a learning rate of 0."""
     try:
         return _check(name, recipe, runs, data_dir, device)
-    except torch.OutOfMemoryError:
-        return Checked(name, runs, f"out of memory; lower train.batch (now {recipe.train.batch})")
     except FrostlabError as error:
         return Checked(name, runs, str(error))
     except Exception as error:  # a model's own code can fail in many ways
+        if is_out_of_memory(error):
+            advice = f"lower train.batch (now {recipe.train.batch}), or choose a smaller model"
+            return Checked(name, runs, f"out of memory; {advice}")
         return Checked(name, runs, f"{type(error).__name__}: {first_line(error)}")
     finally:
         gc.collect()

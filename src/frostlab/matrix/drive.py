@@ -12,10 +12,12 @@ import shlex
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,6 +34,7 @@ from frostlab.matrix.store import (
     DriverState,
     MatrixFolder,
     MatrixPlan,
+    PlannedRun,
     RunState,
     driving,
 )
@@ -45,6 +48,7 @@ _STATE_SECONDS = 0.5  # the least time between two writings of state.json
 _LONGEST_SECONDS = 5.0  # the most time between two writings, even if the state has not changed
 _PLAN_SECONDS = 2.0  # time between two checks whether the plan's file has changed
 _NOTIFY_SECONDS = 60.0  # the most time that the command of --notify may take
+_MOST_ERRORS = 1 << 16  # bytes that are read of the errors of that command
 _FAILED = ("failed", "crashed", "refused", "blocked")
 
 
@@ -145,14 +149,18 @@ def drive(
         folder.forget_stops()  # at once, because from now on a request to stop is for this driver
         prepared = prepare_matrix(plan, folder)
         plan = prepared.plan
-        try:
-            folder.write_plan(plan)
-        except OSError as error:
-            raise BadInput(f"{folder.path} cannot be written ({error.strerror})") from None
         data_dir = None if plan.data_dir is None else Path(plan.data_dir)
         opening = executor_in(places, data_dir, folder.logs, say=say, memory=memory)
         with interruptions() as asked, opening as opened:
-            return _Driver(plan, folder, opened, asked, notify, say).work(prepared)
+            try:
+                folder.write_plan(plan)
+            except OSError as error:
+                opened.executor.close("failed")
+                raise BadInput(f"{folder.path} cannot be written ({error.strerror})") from None
+            driver = _Driver(plan, folder, opened, asked, notify, say)
+            ends = driver.work(prepared)
+    driver.notices.close()  # another command may use the folder of runs meanwhile
+    return ends
 
 
 class _Driver:
@@ -168,7 +176,7 @@ class _Driver:
         say: Callable[[str], None],
     ) -> None:
         self._plan, self._folder, self._say = plan, folder, say
-        self._opened, self._asked, self._notify_command = opened, asked, notify
+        self._opened, self._asked = opened, asked
         self._queue = Queue(
             opened.executor, asked_to_stop=self._asked_to_stop, each_turn=self._turn, say=say
         )
@@ -182,7 +190,7 @@ class _Driver:
         self._since: dict[Path, float] = {}  # folder of a running run → when it began
         self._written = self._looked = 0.0  # when state.json was written, and matrix.json checked
         self._last: DriverState | None = None  # the last state that was written
-        self._notices = ThreadPoolExecutor(1)  # starts the command of --notify
+        self.notices = Notices(notify, say)
         self._plan_time = self._modified()
 
     def _asked_to_stop(self) -> bool:
@@ -213,8 +221,7 @@ class _Driver:
             self._write_state("stopped" if stopped else "finished", last=True)
         ends = self._ends(stopped)
         self._say(_summary(self._plan.name, ends))
-        self._notify(self._plan.name, ends.status)
-        self._notices.shutdown()
+        self.notices.send(self._plan.name, ends.status)
         return ends
 
     def _say_diverged(self) -> None:
@@ -234,13 +241,13 @@ class _Driver:
             kind = "failed" if outcome.kind == "blocked" else outcome.kind
             attempts = self._attempts[name]
             self._states[name] = RunState(kind, attempts=attempts, error=outcome.text)
-            self._notify(name, "failed")
+            self.notices.send(name, "failed")
         elif outcome.kind == "stopped":
             self._states[name] = RunState("stopped", attempts=self._attempts[name])
         else:
             self._states.pop(name, None)
             if outcome.kind == "diverged":
-                self._notify(name, "diverged")
+                self.notices.send(name, "diverged")
         rest = len(self._queue.waiting) + len(self._queue.executor.running())
         passed = time.time() - self._began
         text = outcome.text if outcome.kind == "finished" else f"{outcome.kind}: {outcome.text}"
@@ -285,17 +292,18 @@ class _Driver:
                 self._say(f"no runs were added: {error}")
 
     def _add(self, other: MatrixPlan) -> None:
-        """Add another plan's runs to the queue if they are new or were left out; store the plan."""
+        """Add another plan's runs to the queue if they are new or can start; store the plan."""
         plan, added = merged(self._plan, other)
-        left_out = {run.name for run in other.runs if _is_left_out(self._states.get(run.name))}
-        names = {run.name for run in added} | left_out
+        plan = replace(plan, data_dir=self._plan.data_dir)  # the executor keeps its folder
+        again = {run.name for run in other.runs if _can_start(run, self._states.get(run.name))}
+        names = {run.name for run in added} | again
         tasks = [task for task in tasks_of(plan, self._folder.runs) if task.path.name in names]
         left = [task for task in tasks if not is_done(task)]
         for task in left:
             check_begun(task)
         self._folder.write_plan(plan)
         self._plan, self._plan_time = plan, self._modified()
-        self._states = {name: known for name, known in self._states.items() if name not in left_out}
+        self._states = {name: known for name, known in self._states.items() if name not in again}
         self._states |= {
             run.name: RunState("missing", error=f"missing: {run.missing}")
             for run in added if run.missing is not None
@@ -377,27 +385,54 @@ class _Driver:
                 counts[state.state] += 1
         return Ends(dict(counts), stopped, time.time() - self._began)
 
-    def _notify(self, name: str, status: str) -> None:
-        """Start the command of --notify once its earlier calls have ended; runs go on meanwhile."""
-        if self._notify_command is not None:
-            parts = [
-                part.format(name=name, status=status) for part in shlex.split(self._notify_command)
-            ]
-            self._notices.submit(self._call, parts)
+
+class Notices:
+    """The command of --notify, which is started for one event after another.
+
+    Args:
+        command: the command, with {name} and {status}; None: nothing is started.
+    """
+
+    def __init__(self, command: str | None, say: Callable[[str], None]) -> None:
+        self._command, self._say = command, say
+        self._threads = ThreadPoolExecutor(1)
+        self._sent: list[Future[None]] = []
+
+    def send(self, name: str, status: str) -> None:
+        """Start the command once its earlier calls have ended; runs go on meanwhile."""
+        if self._command is not None:
+            parts = [part.format(name=name, status=status) for part in shlex.split(self._command)]
+            self._sent.append(self._threads.submit(self._call, parts))
+
+    def close(self) -> None:
+        """Wait for the calls; leave out those that have not begun in time, except the last one."""
+        earlier = self._sent[:-1]
+        wait_for(earlier, _NOTIFY_SECONDS)
+        if late := sum(call.cancel() for call in earlier):
+            self._say(f"--notify was too slow: {counted(late, 'calls')} left out")
+        self._threads.shutdown()
 
     def _call(self, parts: Sequence[str]) -> None:
-        """Run a program; if it fails, show the error."""
-        try:
-            subprocess.run(
-                parts, stdin=subprocess.DEVNULL, timeout=_NOTIFY_SECONDS, check=True,
-                capture_output=True,
-            )  # fmt: skip
-        except (OSError, subprocess.SubprocessError) as error:
-            self._say(f"--notify failed: {plain(str(error))}")
+        """Run a program; if it fails, show the last line of its errors."""
+        # A file, because a pipe stays open while a program that it started in the background runs.
+        with tempfile.TemporaryFile() as errors:
+            try:
+                subprocess.run(
+                    parts, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
+                    timeout=_NOTIFY_SECONDS, check=True,
+                )  # fmt: skip
+            except (OSError, subprocess.SubprocessError) as error:
+                errors.seek(0)
+                lines = errors.read(_MOST_ERRORS).decode(errors="replace").strip().splitlines()
+                reason = f": {plain(lines[-1])}" if lines else ""
+                self._say(f"--notify failed: {plain(str(error))}{reason}")
 
 
-def _is_left_out(known: RunState | None) -> bool:
-    return known is not None and known.state == LEFT_OUT
+def _can_start(run: PlannedRun, known: RunState | None) -> bool:
+    """Return whether a run that a live matrix does not train now can begin, or go on."""
+    if known is None or run.missing is not None:
+        return False
+    return known.state in (LEFT_OUT, "stopped", "missing", *_FAILED)
 
 
 def _status(path: Path) -> str:
@@ -413,12 +448,27 @@ def _summary(name: str, ends: Ends) -> str:
 def add_to_live(plan: MatrixPlan, folder: MatrixFolder) -> int:
     """Ask the live driver of a matrix to add the runs of a plan.
 
+    What the driver would refuse is refused here, too.
+
     Returns:
-        the number of runs that will be added: those that are new, or that the driver leaves out.
+        the number of runs that will be added: those that are new, and those that have stopped,
+        failed or were left out.
     """
-    _, added = merged(folder.plan(), plan)
+    old = folder.plan()
+    if plan.data_dir != old.data_dir:
+        used = "no --data-dir" if old.data_dir is None else f"--data-dir {old.data_dir}"
+        raise BadInput(f"{folder.name}, which is running, was started with {used}; use the same")
+    both, added = merged(old, plan)
     state = folder.state()
     known = {} if state is None else state.runs
-    left_out = [run for run in plan.runs if _is_left_out(known.get(run.name))]
+    again = {run.name for run in plan.runs if _can_start(run, known.get(run.name))}
+    names = {run.name for run in added} | again
+    done = 0
+    for task in tasks_of(both, folder.runs):
+        if task.path.name in names:
+            if is_done(task):
+                done += 1
+            else:
+                check_begun(task)
     folder.request(add=asdict(plan))
-    return len(added) + len(left_out)
+    return len(names) - done

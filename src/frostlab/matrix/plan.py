@@ -14,7 +14,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -31,12 +31,13 @@ from frostlab.recipe.groups import Group, group_from, group_names, load_group
 from frostlab.recipe.load import load_recipe, recipe_from, recipe_name
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.treatment import MOST_LISTED, TREATMENTS, Strict
-from frostlab.storage import check_name, digest_of
+from frostlab.storage import MOST_VALUES, check_name, digest_of, values_in
 
 _ENDINGS = (".yaml", ".yml")
 _GROUP_KEYS = {"experiments", "published", "fair"}  # a file with one of them is a group's
 _MOST_RUNS = 100_000
 _MOST_SEEDS = 10_000
+_RUN_VALUES = 3 * len(fields(PlannedRun)) + 1  # in the JSON text of a plan
 _DEVICE_KINDS = ("auto", "cuda", "cpu", "mps")  # allowed values of `train.device`
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 _ALLOWED = {  # key of a matrix's file → its allowed values, for errors
@@ -68,6 +69,13 @@ class MatrixFile(Strict):
         Annotated[int, Field(ge=1, le=_MOST_SEEDS)]
         | Annotated[tuple[Seed, ...], Field(min_length=1, max_length=_MOST_SEEDS)]
     ) = 1
+
+    @property
+    def number_of_variants(self) -> int:
+        """The number of recipes with their treatments and settings; each runs with every seed."""
+        given = self.settings
+        lists = given.values() if isinstance(given, dict) else [given] if given else []
+        return len(self.recipes) * max(1, len(self.treatments)) * math.prod(map(len, lists))
 
     def variants(self) -> list[dict[str, Any]]:
         """Return the combinations of settings; one empty combination if there are none."""
@@ -110,7 +118,7 @@ def matrix_plan(
             by built-in data.
         data_dir: the folder in which data sets are looked for first.
     """
-    name, variants, own_seeds = _variants(source, dict(settings or {}))
+    name, variants, own_seeds = _variants(source, dict(settings or {}), seeds)
     variants = _chosen(variants, list(only), name)
     if stand_in is not None:
         variants = [replace(variant, recipe=stand_in(variant.recipe)) for variant in variants]
@@ -125,16 +133,19 @@ def matrix_plan(
 
 
 def _variants(
-    source: str, settings: dict[str, Any]
+    source: str, settings: dict[str, Any], seeds: Sequence[int] | None
 ) -> tuple[str, list[_Variant], Sequence[int] | None]:
-    """Return the name of a matrix, its recipes, and the seeds of its file."""
+    """Return the name of a matrix, its recipes, and the seeds of its file.
+
+    `seeds` are those of the command, if it names any.
+    """
     if not source.endswith(_ENDINGS):
         if source not in group_names():
             raise BadInput(
                 f"no group is called {shown(source)}{nearest(source, group_names())} (there are "
                 f"{', '.join(group_names())}); a matrix of your own is a .yaml file"
             )
-        return source, _of_group(load_group(source), settings), None
+        return source, _of_group(load_group(source), settings, seeds), None
     path = Path(source)
     try:
         values = read_yaml(path)
@@ -143,10 +154,20 @@ def _variants(
     name = check_name(path.name.rpartition(".")[0], "the matrix's name")
     if _GROUP_KEYS & values.keys():
         group = group_from(values, name, source, path.parent)
-        return name, _of_group(group, settings), None
+        return name, _of_group(group, settings, seeds), None
     file = matrix_from(values, source)
-    seeds = range(file.seeds) if isinstance(file.seeds, int) else file.seeds
-    return name, _of_file(file, source, path.parent, settings), list(seeds)
+    own_seeds = list(range(file.seeds) if isinstance(file.seeds, int) else file.seeds)
+    if "seed" in settings:
+        raise BadInput("--set seed cannot be set for a matrix; use --seeds, or seeds in its file")
+    if file.treatments and any(key.partition(".")[0] == "treatment" for key in settings):
+        raise BadInput(f"--set treatment: {source} lists treatments; change them there")
+    _check_number(source, file.number_of_variants * len(seeds or own_seeds))
+    return name, _of_file(file, source, path.parent, settings), own_seeds
+
+
+def _check_number(source: str, runs: int) -> None:
+    if runs > _MOST_RUNS:
+        raise BadInput(f"{source}: {runs:,} runs; a matrix can have {_MOST_RUNS:,} at most")
 
 
 def matrix_from(values: dict[str, Any], label: str) -> MatrixFile:
@@ -158,7 +179,9 @@ def matrix_from(values: dict[str, Any], label: str) -> MatrixFile:
     try:
         file = MatrixFile.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        problem = error.errors()[0]
+        problems = error.errors()
+        unknown = (problem for problem in problems if problem["type"] == "extra_forbidden")
+        problem = next(unknown, problems[0])
         key = shown_key(".".join(str(part) for part in problem["loc"][:2]))
         if problem["type"] == "extra_forbidden":
             hint = nearest(str(problem["loc"][0]), MatrixFile.model_fields)
@@ -213,7 +236,9 @@ def _check_repetitions(file: MatrixFile, label: str) -> None:
                 raise BadInput(f"{label}: {shown_key(key)}: {shown(value)} is listed twice")
 
 
-def _of_group(group: Group, settings: dict[str, Any]) -> list[_Variant]:
+def _of_group(
+    group: Group, settings: dict[str, Any], seeds: Sequence[int] | None
+) -> list[_Variant]:
     """Return the experiments of a group, each with its baseline.
 
     For a further arm of a published comparison, the baseline is the comparison's first arm. For any
@@ -221,6 +246,8 @@ def _of_group(group: Group, settings: dict[str, Any]) -> list[_Variant]:
     """
     if not group.experiments:
         raise BadInput(f"{group.name} has no experiments of its own; use `frostlab compare` for it")
+    if seeds is not None and "seed" in settings:
+        raise BadInput("--set seed and --seeds exclude each other")
     baselines: dict[str, str] = {}
     for comparison in group.published:
         first, *others = group.arms(comparison)
@@ -327,16 +354,30 @@ def _planned(
                 baseline=None if against is None else f"{against}-s{seed}",
                 missing=missing.get(variant.id),
             ))  # fmt: skip
-    if len(runs) > _MOST_RUNS:
-        raise BadInput(f"{source}: {len(runs):,} runs; a matrix can have {_MOST_RUNS:,} at most")
+    _check_number(source, len(runs))
     twice = [name for name, count in Counter(run.name for run in runs).items() if count > 1]
     if twice:
-        raise BadInput(f"{source}: two recipes would have the folder {twice[0]}; rename one")
-    return MatrixPlan(
+        raise BadInput(
+            f"{source}: two recipes would have the folder {twice[0]}; rename one, or choose "
+            "settings that differ in their first six digits"
+        )
+    return _readable(MatrixPlan(
         schema=SCHEMA, name=check_name(name, "the matrix's name"), source=source,
         planned=round(time.time(), 3), data_dir=None if data_dir is None else str(data_dir),
         runs=in_order(runs), recipes=recipes,
-    )  # fmt: skip
+    ))  # fmt: skip
+
+
+def _readable(plan: MatrixPlan) -> MatrixPlan:
+    """Return a plan; refuse one whose file would be too large to be read."""
+    size = sum(map(values_in, plan.recipes)) + _RUN_VALUES * len(plan.runs)
+    if size > MOST_VALUES:
+        most = len(plan.runs) * MOST_VALUES // size
+        raise BadInput(
+            f"{plan.source}: {len(plan.runs):,} runs with {len(plan.recipes):,} recipes make too "
+            f"large a plan; about {most:,} such runs fit"
+        )
+    return plan
 
 
 def _run_name(variant: _Variant) -> str:
@@ -403,22 +444,26 @@ def merged(old: MatrixPlan, new: MatrixPlan) -> tuple[MatrixPlan, list[PlannedRu
     A run that both plans have must have the same recipe in both, or BadInput is raised.
     """
     known = {run.name: run for run in old.runs}
+    recipes = list(old.recipes)
+    places = {digest_of(recipe): place for place, recipe in enumerate(recipes)}
     added: list[PlannedRun] = []
     changed: list[str] = []
     for run in new.runs:
         before = known.get(run.name)
         if before is None:
-            added.append(replace(run, recipe=run.recipe + len(old.recipes)))
+            place = places.setdefault(digest_of(new.recipes[run.recipe]), len(recipes))
+            if place == len(recipes):
+                recipes.append(new.recipes[run.recipe])
+            added.append(replace(run, recipe=place))
         elif old.recipes[before.recipe] != new.recipes[run.recipe]:
             changed.append(run.name)
     if changed:
         listed = ", ".join(changed[:5]) + f" and {len(changed) - 5} more" * (len(changed) > 5)
         raise BadInput(
-            f"the plan of {old.name} has changed: {listed} would have another recipe; finish the "
-            "old plan first, rename the new plan's file, or choose another folder with --runs"
+            f"the plan of {old.name} has changed: {listed} would have another recipe; rename the "
+            "new plan's file, or choose another folder with --runs"
         )
     missing = {run.name: run.missing for run in new.runs}  # data may have been fetched since
     kept = [replace(run, missing=missing.get(run.name, run.missing)) for run in old.runs]
-    recipes = [*old.recipes, *new.recipes] if added else old.recipes
     runs = in_order([*kept, *added])
-    return replace(old, runs=runs, recipes=recipes, data_dir=new.data_dir), added
+    return _readable(replace(old, runs=runs, recipes=recipes, data_dir=new.data_dir)), added

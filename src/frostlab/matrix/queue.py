@@ -5,10 +5,11 @@ on this machine's devices, on a Ray cluster or through Slurm. The queue decides 
 and whether one that did not finish is tried again. Comparisons and matrices use this one queue.
 """
 
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -18,6 +19,11 @@ from frostlab.storage import is_locked
 
 _POLL_SECONDS = 0.2  # time between two checks for signals and requests
 _DISK_SECONDS = 2.0  # wait between two attempts to write to a full or read-only disk
+# A disk can have room for a small file but not for a checkpoint. Each time that it stops runs
+# again, they wait twice as long, up to this, unless space has become free: this many bytes, and
+# this share of what was free.
+_LONGEST_WAIT = 300.0
+_ROOM, _ROOM_SHARE = 1 << 20, 0.1
 _MOST_BLOCKED = 100  # most attempts at one task that fail because of a full or read-only disk
 _ATTEMPTS = 2  # a crash is retried once
 Ended = tuple[Task, Outcome]
@@ -55,6 +61,12 @@ def _nothing() -> None:
     """Do nothing."""
 
 
+def _free_in(folder: Path) -> int:
+    with suppress(OSError):
+        return shutil.disk_usage(folder).free
+    return 0
+
+
 class Queue:
     """Tasks that wait for a place, in order; `outcomes` runs them all.
 
@@ -81,6 +93,9 @@ class Queue:
         self._blocked: Counter[Path] = Counter()
         self._unwanted: set[Path] = set()  # folders of tasks that `drop` has asked to stop
         self._next_probe = 0.0
+        self._in_a_row = 0  # how often a full disk stopped runs since one ended in another way
+        self._free = 0  # bytes that were free when it last stopped a run
+        self._wait_until = 0.0
 
     def outcomes(self, tasks: Sequence[Task]) -> Generator[Ended, None, None]:
         """Yield each task with its last outcome when it ends.
@@ -152,8 +167,10 @@ class Queue:
             return True
         if time.monotonic() < self._next_probe:
             return False
-        problem = disk_problem(self.waiting[0].path.parent)
-        if problem is not None:
+        folder = self.waiting[0].path.parent
+        has_room = _free_in(folder) >= self._free + max(_ROOM, _ROOM_SHARE * self._free)
+        must_wait = time.monotonic() < self._wait_until and not has_room
+        if must_wait or disk_problem(folder) is not None:
             self._next_probe = time.monotonic() + _DISK_SECONDS
             return False
         self._say("the disk can be written again; the runs go on")
@@ -168,9 +185,15 @@ class Queue:
                 return True
             if self.disk is None:
                 self._say(f"{task.about}: {outcome.text}; runs wait until the disk can be written")
-            self.disk = outcome.text
+                delay = _DISK_SECONDS * (2 ** min(self._in_a_row, 10) - 1)
+                self._wait_until = time.monotonic() + min(_LONGEST_WAIT, delay)
+                self._in_a_row += 1
+            self.disk, self._free = outcome.text, _free_in(task.path.parent)
             self._next_probe = time.monotonic() + _POLL_SECONDS
-        elif outcome.kind == "crashed":
+            self.waiting.insert(0, task)
+            return False
+        self._in_a_row = 0
+        if outcome.kind == "crashed":
             self._crashes[task.path] += 1
             if self._crashes[task.path] >= _ATTEMPTS:
                 return True
@@ -183,7 +206,11 @@ class Queue:
         return False
 
     def add(self, tasks: Iterable[Task]) -> None:
-        """Add tasks to the end of a live queue."""
+        """Add tasks to the end of a live queue; tasks that failed before get all attempts again."""
+        tasks = list(tasks)
+        for task in tasks:
+            self._crashes.pop(task.path, None)
+            self._blocked.pop(task.path, None)
         self.waiting += tasks
 
     def drop(self, path: Path) -> bool:

@@ -29,6 +29,7 @@ from frostlab.text import joined
 
 ENDED = ("finished", "diverged")
 FAILED = ("failed", "crashed", "refused", "missing", "damaged")
+_LONGEST_SILENCE = 20.0  # seconds; a driver that can write writes its state every 5 s
 _LOG_BYTES = 1 << 16  # bytes that are read from the end of a log
 
 
@@ -220,19 +221,34 @@ def _whole(
 ) -> MatrixStatus:
     at_once = 1 if state is None else max(1, state.at_once)
     live = state is not None and state.status in ("running", "waiting", "stopping")
-    left = _seconds_left(rows, at_once) if live else None
+    note = _note(matrix, state)
+    # nobody knows when a disk will have room
+    left = _seconds_left(rows, at_once) if live and note is None else None
     here = state is None or state.host == socket.gethostname()
     status = "no matrix" if matrix is None else "not started" if state is None else state.status
     return MatrixStatus(
         name=None if matrix is None else matrix.name,
         status=status,
         places=None if state is None else state.places,
-        note=None if state is None else state.note,
+        note=note,
         runs=rows,
         counts=dict(Counter(row.state for row in rows)),
         gpus=_gpus(rows) if here else [],
         seconds_left=left,
         expected_end=None if left is None else time.time() + left,
+    )
+
+
+def _note(matrix: MatrixFolder | None, state: DriverState | None) -> str | None:
+    """Return why no run is started, or that the driver writes no more what it does."""
+    if matrix is None or state is None:
+        return None
+    silence = matrix.silence(state)
+    if silence < _LONGEST_SILENCE:
+        return state.note
+    return (
+        f"what is shown is {silence:.0f} s old: process {state.pid} cannot write {matrix.path} "
+        "(is the disk full?), or hangs"
     )
 
 

@@ -158,6 +158,11 @@ class MatrixFolder:
         holder = holder_of(self.runs)
         return holder is not None and (holder.name, holder.pid) == (self.name, state.pid)
 
+    def silence(self, state: DriverState) -> float:
+        """Return for how many seconds the driver of this machine has not written its state."""
+        here = state.host == socket.gethostname()  # clocks of other machines may differ
+        return time.time() - state.updated if here and self.is_live(state) else 0.0
+
     def write_state(self, state: DriverState) -> None:
         """Store the driver's state."""
         write_whole(self.path / _STATE, json.dumps(finite(asdict(state)), indent=1) + "\n")
@@ -165,9 +170,14 @@ class MatrixFolder:
     def request(self, **values: Any) -> None:
         """Leave a request for the driver: `stop` with a run's name, or `add` with a plan."""
         folder = self.path / _REQUESTS
-        folder.mkdir(parents=True, exist_ok=True)
         name = f"{time.time_ns():020}-{secrets.token_hex(4)}.json"
-        write_whole(folder / name, json.dumps(finite(values)) + "\n")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / name, json.dumps(finite(values)) + "\n")
+        except OSError as error:
+            raise BadInput(
+                f"{folder} cannot be written ({error.strerror}), so {self.name} cannot be asked"
+            ) from None
 
     def requests(self) -> Iterator[dict[str, Any]]:
         """Remove the requests, oldest first, and yield each of them.
@@ -247,7 +257,7 @@ def find_log(runs: Path, name: str, wait: bool) -> Path:
         with suppress(OSError, BadInput):
             planned |= {run.name: folder.logs / f"{run.name}.log" for run in folder.plan().runs}
     if name in planned and name not in paths and not wait:
-        raise BadInput(f"{name} has written nothing yet; see `frostlab status`, or wait with -f")
+        raise BadInput(f"{name} has written nothing yet; see `frostlab status`")
     for known in (paths, planned if wait else {}):
         matches = [name] if name in known else [k for k in known if k.startswith(name)]
         if len(matches) == 1 and (matches[0] == name or name not in planned):

@@ -70,10 +70,7 @@ def _of_another_recipe(task: Task) -> str:
         stored = RunRecord(task.path).recipe.to_dict()
         keys = ", ".join(differences(stored, task.recipe.to_dict()))
     differ = f" ({keys} differ)" if keys else ""
-    return (
-        f"{task.path} holds a run of another recipe{differ}; choose another folder with --out "
-        "or --runs"
-    )
+    return f"{task.path} holds a run of another recipe{differ}; choose another folder"
 
 
 def run_task(
@@ -89,7 +86,7 @@ def run_task(
     program, and a full disk counts as a failure. Without it, all of these are outcomes, because
     other tasks can go on, and the queue can wait until the disk has room.
     """
-    from frostlab.training.run import RunFailed, run
+    from frostlab.training.run import RunFailed, is_out_of_memory, run
 
     began = time.monotonic()
 
@@ -119,6 +116,8 @@ def run_task(
             raise
         if isinstance(error, BadInput):
             return outcome("refused", str(error))
+        if is_out_of_memory(error):  # when the model was built
+            return outcome("failed", "out of memory; choose a smaller model")
         if not known:
             with suppress(OSError):
                 write_whole(task.path / "traceback.txt", traceback.format_exc())

@@ -346,6 +346,12 @@ class Failure:
     error: BaseException
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that a GPU or this machine has too little memory."""
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or (isinstance(error, RuntimeError) and _ALLOCATOR in str(error))
+
+
 def failure_of(error: BaseException, recipe: Recipe) -> Failure:
     """Turn an error of a known kind into a `RunFailed` of one line; keep any other error."""
     line = str(error).strip().partition("\n")[0]
@@ -353,7 +359,7 @@ def failure_of(error: BaseException, recipe: Recipe) -> Failure:
         return Failure("stopped", RunFailed("stopped; `--resume` continues the run"))
     if isinstance(error, Diverged):
         return Failure("diverged", RunFailed(line))
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or _ALLOCATOR in line:
+    if is_out_of_memory(error):
         sizes = f"train.batch {recipe.train.batch} or data.length {recipe.data.length}"
         return Failure(
             "failed", RunFailed(f"out of memory; lower {sizes}, or raise train.accumulate")
