@@ -48,7 +48,7 @@ _STATE_SECONDS = 0.5  # the least time between two writings of state.json
 _LONGEST_SECONDS = 5.0  # the most time between two writings, even if the state has not changed
 _PLAN_SECONDS = 2.0  # time between two checks whether the plan's file has changed
 _NOTIFY_SECONDS = 60.0  # the most time that the command of --notify may take
-_MOST_ERRORS = 1 << 16  # bytes that are read of the errors of that command
+_ERROR_BYTES = 1 << 16  # bytes that are read of the errors of that command
 _FAILED = ("failed", "crashed", "refused", "blocked")
 
 
@@ -423,7 +423,7 @@ class Notices:
                 )  # fmt: skip
             except (OSError, subprocess.SubprocessError) as error:
                 errors.seek(0)
-                lines = errors.read(_MOST_ERRORS).decode(errors="replace").strip().splitlines()
+                lines = errors.read(_ERROR_BYTES).decode(errors="replace").strip().splitlines()
                 reason = f": {plain(lines[-1])}" if lines else ""
                 self._say(f"--notify failed: {plain(str(error))}{reason}")
 

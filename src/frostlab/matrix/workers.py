@@ -96,6 +96,7 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self.slot = slot
         self.task: Task | None = None
+        self.began = 0.0  # when it was given the task
         self.asked_to_stop = False
         self.connection, theirs = context.Pipe()
         variables = {**slot.variables, AT_ONCE: str(slot.at_once), COMMAND: command()}
@@ -107,6 +108,7 @@ class _Worker:
 
     def send(self, task: Task) -> bool:
         """Send a task; return False if the worker has died."""
+        self.began = time.monotonic()
         try:
             self.connection.send(task)
         except OSError:
@@ -181,7 +183,8 @@ class LocalWorkers:
             worker.task, worker.asked_to_stop = None, False
             if outcome is None:  # the process has ended
                 self._remove(worker)
-                outcome = Outcome("crashed", _how_it_died(worker.process.exitcode))
+                seconds = time.monotonic() - worker.began
+                outcome = Outcome("crashed", _how_it_died(worker.process.exitcode), seconds)
             if task is not None:
                 ended.append((task, outcome))
         return ended
