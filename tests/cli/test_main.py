@@ -9,6 +9,8 @@ from typing import NoReturn
 
 import pytest
 import torch
+import typer
+from packaging.version import Version
 
 import frostlab
 from cases import slow_unless
@@ -53,6 +55,9 @@ def test_flags_are_shown_without_a_value(command: str, in_this_process: Command)
     assert "bool" not in result.stdout.lower()
 
 
+@pytest.mark.skipif(
+    Version(typer.__version__) < Version("0.24"), reason="no empty line between paragraphs"
+)
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_help_fills_the_lines_of_a_terminal(
     width: int, in_this_process: Command, monkeypatch: pytest.MonkeyPatch
