@@ -98,6 +98,18 @@ def test_other_models_in_the_process_do_not_change_a_run(usual_digest: str, tmp_
     assert fl.run(tiny(), runs=tmp_path).result.weights_digest == usual_digest
 
 
+def test_compiled_code_of_an_earlier_run_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch compiles a second length differently, so the order of runs would change numbers."""
+    import torch._dynamo
+
+    forgotten: list[str] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: forgotten.append("all"))
+    fl.run(tiny(train__epochs=1), runs=tmp_path)
+    assert forgotten == ["all"]
+
+
 def test_autocast_of_the_caller_does_not_keep_old_weights(tmp_path: Path) -> None:
     """Autocast empties its cache of cast weights only when it is left altogether."""
     recipe = tiny(train__precision="bf16")

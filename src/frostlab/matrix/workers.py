@@ -340,9 +340,6 @@ def output_to(logs: Path | None, task: Task) -> Iterator[None]:
 
 def _clean_up() -> None:
     """Free what a run has left in memory, so that the next one finds the device as it was."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None:
-        dynamo.reset()  # else torch stops compiling a function after a few recompilations
     gc.collect()
     from frostlab.devices import release_cached_memory
 

@@ -79,6 +79,7 @@ from frostlab.training.state import (
     StageModel,
     stage_facts,
 )
+from frostlab.training.step.compiled import forget_compiled_code
 from frostlab.training.step.eager import Diverged
 from frostlab.training.step_log import clocks, wall_record
 from frostlab.training.tasks import TASKS
@@ -137,6 +138,7 @@ def run(
     display = progress if isinstance(progress, Display) else Display(choose_screen(progress))
     device = find_device(recipe.train.device)
     start_device(device)
+    forget_compiled_code()
     with ExitStack() as stack:
         stack.enter_context(default_modes(device))
         world = stack.enter_context(process_group(device, recipe.train))

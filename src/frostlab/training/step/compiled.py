@@ -160,6 +160,16 @@ def _compiler_settings() -> Iterator[None]:
         yield
 
 
+def forget_compiled_code() -> None:
+    """Drop all compiled code of this process, on which the numbers of a run would depend.
+
+    Torch compiles the first shape of a function for itself and the second one for many, which
+    rounds differently, and after many recompilations it stops compiling a function.
+    """
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing this takes seconds
+        torch.compiler.reset()
+
+
 def uncompile(objective: nn.Module) -> None:
     """Undo `compile_layers`, and drop all compiled code of this process."""
     torch.compiler.reset()
