@@ -158,6 +158,29 @@ def test_the_commands_start_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml", "small.yaml"]
 
 
+def test_runs_that_are_done_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(yaml.safe_dump(tiny(train__epochs=1)))
+    Path("mine.yaml").write_text(yaml.safe_dump({"recipes": ["small.yaml"], "seeds": 2}))
+    fl.run("small.yaml", seed=1, out="runs/small-none-s1")
+    call = CliRunner().invoke
+    done = call(app, ["matrix", "mine.yaml", "--check"])
+    assert done.exit_code == 0, done.output
+    assert "1 of 2 runs are done already\n" in done.output
+    assert "\n1 run: " in done.output
+    values = json.loads(call(app, ["matrix", "mine.yaml", "--check", "--json"]).stdout)
+    assert [entry["runs"] for entry in values["checked"]] == [1]
+    fl.run("small.yaml", seed=0, out="runs/small-none-s0")
+    all_done = call(app, ["matrix", "mine.yaml", "--check"])
+    assert all_done.exit_code == 0, all_done.output
+    assert "2 of 2 runs are done already\n" in all_done.output
+    refused = call(app, ["matrix", "mine.yaml", "--check", "--add"]).exception
+    assert isinstance(refused, fl.BadInput)
+    assert "leave out --add, --wait and --notify" in str(refused)
+
+
 def test_memory_is_estimated_without_data() -> None:
     small, large = (
         estimate_memory(load_recipe("gpt-02", {"train.batch": batch})) for batch in (8, 16)

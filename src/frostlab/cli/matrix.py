@@ -133,6 +133,8 @@ def matrix(
         data_dir=data_dir,
     )
     if check:
+        if add or wait or notify is not None:
+            raise BadInput("--check starts no run; leave out --add, --wait and --notify")
         _check(plan, places, runs, wide, as_json)
         return
     if as_json:
@@ -161,14 +163,22 @@ def _names(only: str) -> list[str]:
 
 
 def _check(plan: "MatrixPlan", places: "Places", runs: Path, wide: bool, as_json: bool) -> None:
-    """Check every recipe of a plan once, and show what all of its runs need."""
+    """Check every recipe of a plan once, and show what its runs that are not done need."""
+    from dataclasses import replace
+
+    from frostlab.matrix.drive import prepare_matrix
     from frostlab.matrix.plan import recipes_of
     from frostlab.matrix.slots import parse_devices
+    from frostlab.matrix.store import MatrixFolder
 
     places.check()
     devices = parse_devices(places.devices)
     data_dir = None if plan.data_dir is None else Path(plan.data_dir)
-    show_check(recipes_of(plan), runs, data_dir, devices, wide, as_json)
+    left = {task.path.name for task in prepare_matrix(plan, MatrixFolder(runs, plan.name)).left}
+    undone = [run for run in plan.runs if run.name in left or run.missing is not None]
+    if (done := len(plan.runs) - len(undone)) and not as_json:
+        echo(f"{done} of {len(plan.runs)} runs are done already")
+    show_check(recipes_of(replace(plan, runs=undone)), runs, data_dir, devices, wide, as_json)
 
 
 def show_check(
