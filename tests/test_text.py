@@ -14,6 +14,7 @@ from frostlab.text import (
     printable,
     shared_start,
     short_names,
+    size_text,
 )
 from fuzz.targets_pages import check_markdown, tokens
 
@@ -104,3 +105,14 @@ def test_a_table_loses_columns_before_its_names_are_cut() -> None:
     cut, _ = fitted(tables, 19, keep=2)
     assert [row[0] for row in cut[1:]] == ["…lr=0…001-s0", "…lr=0…003-s0"]
     assert len(fitted(tables, 18, keep=2)[0][0]) == 1, "names that cannot be told apart are worse"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (None, "–"), (0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_600_000, "1 GB"),
+        (83_000_000, "83 MB"), (1_500_000_000_000, "1.5 TB"), (2 * 10**15, "2,000 TB"),
+    ],
+)  # fmt: skip
+def test_a_number_of_bytes(size: int | None, text: str) -> None:
+    assert size_text(size) == text

@@ -57,10 +57,12 @@ def size_text(size: int | None) -> str:
     """Format a number of bytes, such as 1.2 MB; `NONE` if it is unknown."""
     if size is None:
         return NONE
-    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
-        if size >= 10**power:
-            return f"{size / 10**power:.3g} {unit}"
-    return f"{size} B"
+    value, unit = float(size), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:,.0f} {unit}" if value >= 999.5 else f"{value:.3g} {unit}"
 
 
 def counted(count: int, plural: str) -> str:

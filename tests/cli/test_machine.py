@@ -2,20 +2,28 @@
 
 import importlib.metadata
 import json
+import os
+import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+import typer
 
 from frostlab.cli import machine
-from frostlab.matrix import slots, task
+from frostlab.matrix import mps, slots, task
+from frostlab.matrix.mps import Mps
 from frostlab.matrix.slots import GpuUse
 from frostlab.records import environment as environments
 
 
-def test_this_machine(tmp_path: Path) -> None:
+def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**12))
+    monkeypatch.setattr(machine, "_steps", lambda problems: "eager, float32")
     found = machine.look(tmp_path / "not" / "yet")
     assert found.problems == []
     assert found.memory_total == psutil.virtual_memory().total
@@ -23,8 +31,7 @@ def test_this_machine(tmp_path: Path) -> None:
     assert all(package.fits for package in found.packages)
     (runs, cache) = found.folders
     assert runs.path == str(tmp_path / "not" / "yet")
-    assert runs.free is not None
-    assert runs.free > 0
+    assert runs.free == 10**12
     assert cache.purpose == "cache"
     assert not (tmp_path / "not").exists(), "it only looks"
     assert json.loads(json.dumps(found.to_dict()))["extras"][0]["installed"] in (True, False)
@@ -70,12 +77,33 @@ def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch: pytest.MonkeyPatc
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("torch can use this machine's GPU")
-    exists = Path.exists
-    monkeypatch.setattr(Path, "exists", lambda p: str(p) == "/dev/nvidiactl" or exists(p))
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda p: str(p) == "/dev/nvidiactl" or exists(p))
     problems: list[str] = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert machine._steps(problems) == "eager, float32"
     (problem,) = problems
     assert problem.startswith(f"torch {torch.__version__} cannot use this machine's GPU: ")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert machine._steps(hidden := []) == "eager, float32"
+    assert hidden == [], "the user has hidden it"
+
+
+def test_a_missing_package_is_named_and_nothing_is_imported_from_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "psutil":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(machine, "_steps", lambda problems: pytest.fail("looked further"))
+    with pytest.raises(typer.Exit):
+        machine.check(runs=Path("runs"))
+    assert "problem: psutil is not installed: pip install frostlab" in capsys.readouterr().out
 
 
 def test_gpus_are_shown_with_their_users(
@@ -91,17 +119,19 @@ def test_gpus_are_shown_with_their_users(
     monkeypatch.setattr(environments, "environment", environment)
     monkeypatch.setattr(slots, "count_gpus", lambda: 1)
     monkeypatch.setattr(slots, "gpu_use", lambda device: use)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**12))
+    monkeypatch.setattr(machine, "_steps", lambda problems: "eager, float32")
+    refusing = nullcontext(Mps(refusal="no daemon for a test"))
+    monkeypatch.setattr(mps, "multi_process_service", lambda: refusing)
     machine.check(runs=Path("runs"))
     shown = " ".join(capsys.readouterr().out.split())
     assert "cuda:0 NVIDIA H200, 150 GB, 120 GB free, driver 580.1, in use (by process 77" in shown
-    assert "CUDA MPS nvidia-cuda-mps-control is not installed" in shown
+    assert "CUDA MPS no daemon for a test" in shown
 
 
 def test_problems_end_with_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import typer
-
     monkeypatch.setattr(
         importlib.metadata, "requires", lambda name: ["torch>=99", "none-such>=1; extra == 'eeg'"]
     )

@@ -218,7 +218,8 @@ def test_runs_that_were_left_out_can_be_added(
     monkeypatch.setattr(Refusing, "start", adding)
     assert drive(one, folder, CPU, say=said.append).counts == {"finished": 3}
     assert [line for line in said if line.startswith("added")] == ["added: 2 runs", "added: 0 runs"]
-    assert add_to_live(three, folder) == 0
+    with driving(folder):
+        assert add_to_live(three, folder) == 0
 
 
 def test_a_stop_is_not_lost_while_the_driver_prepares(
@@ -353,6 +354,20 @@ def test_runs_that_the_driver_would_refuse_are_refused_at_once(tmp_path: Path) -
     with pytest.raises(fl.BadInput, match="mine, which is running, was started with no --data-dir"):
         add_to_live(other, folder)
     assert list(folder.requests()) == []
+    with pytest.raises(fl.BadInput, match="mine has just ended; give the command again"):
+        add_to_live(plan_of(tmp_path, 2), folder)
+
+
+def test_a_data_folder_has_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    plan_of(tmp_path, 1)
+    monkeypatch.chdir(tmp_path)
+    folder = MatrixFolder(tmp_path / "runs", "mine")
+    folder.write_plan(matrix_plan("mine.yaml", data_dir=Path("data")))
+    assert folder.plan().data_dir == str(tmp_path / "data")
+    older = replace(folder.plan(), data_dir="data")
+    with driving(folder):
+        assert add_to_live(older, folder) == 0
 
 
 def test_added_runs_find_the_data_of_the_matrix_that_runs(
@@ -381,24 +396,24 @@ def test_a_slow_notice_does_not_keep_the_folder_of_runs(
     monkeypatch.setattr("frostlab.matrix.drive.wait_for", lambda calls, seconds: None)
     folder, said, told = MatrixFolder(tmp_path / "runs", "mine"), list[str](), tmp_path / "told"
     plan = plan_of(tmp_path, 4, train={"batch": 32, "epochs": 1, "threads": 1, "processes": 2})
-    closing, closed = Notices.close, []
+    leaving, left = Notices.__exit__, []
 
-    def close(self: Notices) -> None:
+    def leave(self: Notices, *error: Any) -> None:
         # a program that is about to start has the lock, too, for a moment
         wait_until(lambda: holder_of(folder.runs) is None, 20)
-        closed.append(True)
-        closing(self)
+        left.append(True)
+        leaving(self, *error)
 
     def saying(line: str) -> None:
         said.append(line)
         if "too slow" in line:
             (tmp_path / "go").touch()
 
-    monkeypatch.setattr(Notices, "close", close)
+    monkeypatch.setattr(Notices, "__exit__", leave)
     waits = f"until [ -e {tmp_path / 'go'} ]; do sleep 0.02; done"
     slow = f"sh -c 'case {{name}} in mine) echo {{status}} >> {told};; *) {waits};; esac'"
     drive(plan, folder, CPU, notify=slow, say=saying)
-    assert closed
+    assert left
     assert told.read_text() == "failed\n"
     assert any(re.fullmatch("--notify was too slow: . calls? left out", line) for line in said)
 
@@ -406,12 +421,69 @@ def test_a_slow_notice_does_not_keep_the_folder_of_runs(
 def test_a_notice_may_leave_a_program_in_the_background(tmp_path: Path) -> None:
     said: list[str] = []
     began = time.monotonic()
-    notices = Notices("sh -c 'sleep 30 & echo {name} >&2; exit 3'", said.append)
-    notices.send("a-run", "failed")
-    notices.close()
-    assert time.monotonic() - began < 15
+    with Notices("sh -c 'sleep 60 & echo {name} >&2; exit 3'", said.append) as notices:
+        notices.send("a-run", "failed")
+    assert time.monotonic() - began < 50, "it does not wait for the sleep"
     assert said[0].startswith("--notify failed: ")
     assert said[0].endswith(": a-run")
+
+
+def test_a_notice_is_sent_even_if_its_errors_cannot_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("frostlab.matrix.drive.tempfile.TemporaryFile", full)
+    with Notices(f"sh -c 'echo {{name}} > {tmp_path / 'told'}; exit 3'", print) as notices:
+        notices.send("a-run", "failed")
+    assert (tmp_path / "told").read_text() == "a-run\n"
+
+
+def test_after_an_interruption_no_further_notice_is_sent(tmp_path: Path) -> None:
+    told, go = tmp_path / "told", tmp_path / "go"
+
+    def saying(line: str) -> None:
+        go.touch()
+
+    waits = f"echo {{name}} >> {told}; until [ -e {go} ]; do sleep 0.02; done"
+    with suppress(KeyboardInterrupt), Notices(f"sh -c '{waits}'", saying) as notices:
+        for name in ("a", "b", "c"):
+            notices.send(name, "failed")
+        wait_until(told.exists)
+        raise KeyboardInterrupt
+    assert told.read_text() == "a\n"
+
+
+def test_a_run_that_still_stops_is_not_queued_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was asked to stop is called stopped while it still trains."""
+    opened = nullcontext(Opened(Refusing(None), "here", 1))
+    monkeypatch.setattr("frostlab.matrix.drive.executor_in", lambda *_, **__: opened)
+    monkeypatch.setattr("frostlab.matrix.drive._STATE_SECONDS", 0.0)
+    folder, said = MatrixFolder(tmp_path / "runs", "mine"), list[str]()
+    plan, wait, start, started = plan_of(tmp_path, 2), Refusing.wait, Refusing.start, []
+
+    def slow(self: Refusing, seconds: float) -> list[tuple[Task, Outcome]]:
+        if "added: 0 runs" not in said and len(started) == 1:
+            if not said[-1].startswith("mine-recipe-none-s0 is stopped"):
+                folder.request(stop="mine-recipe-none-s0")
+            else:
+                add_to_live(plan, folder)
+            return []
+        return wait(self, seconds)
+
+    def starting(self: Refusing, task: Task) -> None:
+        started.append(task.path.name)
+        start(self, task)
+
+    monkeypatch.setattr(Refusing, "wait", slow)
+    monkeypatch.setattr(Refusing, "start", starting)
+    monkeypatch.setattr(Refusing, "stop", lambda self, paths: None)  # it trains a little longer
+    drive(plan, folder, CPU, say=said.append)
+    assert "added: 0 runs" in said
+    assert started == ["mine-recipe-none-s0", "mine-recipe-none-s1"]
 
 
 def test_what_cannot_be_opened_leaves_no_plan(

@@ -78,17 +78,20 @@ class Folder:
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine has, and the problems that would stop a run."""
+    """What this machine has, and the problems that would stop a run.
 
-    host: str
-    memory_total: int | None
-    memory_free: int | None
-    devices: list[Device]
-    steps: str  # how training steps are taken here
-    queues: dict[str, str]  # MPS and Slurm → "available", or why not
-    packages: list[Package]
-    extras: list[Extra]
-    folders: list[Folder]
+    If a package is missing that frostlab needs, only the packages are known.
+    """
+
+    host: str = "unknown"
+    memory_total: int | None = None
+    memory_free: int | None = None
+    devices: list[Device] = field(default_factory=list)
+    steps: str = "unknown"  # how training steps are taken here
+    queues: dict[str, str] = field(default_factory=dict)  # MPS, Slurm → "available", or why not
+    packages: list[Package] = field(default_factory=list)
+    extras: list[Extra] = field(default_factory=list)
+    folders: list[Folder] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,10 +104,12 @@ class Machine:
 
 def look(runs: Path) -> Machine:
     """Look at this machine; `runs` is the folder in which runs would be stored."""
-    from frostlab.records.environment import environment, machine_line
-
     problems: list[str] = []
     packages, extras = _packages(problems)
+    if any(package.version is None for package in packages):
+        return Machine(packages=packages, extras=extras, problems=problems)
+    from frostlab.records.environment import environment, machine_line
+
     steps = _steps(problems)  # imports torch, so that what follows knows its version
     found = environment("cpu")
     folders, devices = list(_folders(runs, problems)), list(_devices())
@@ -117,8 +122,11 @@ def look(runs: Path) -> Machine:
 
 def _packages(problems: list[str]) -> tuple[list[Package], list[Extra]]:
     """Return the packages that frostlab's own metadata asks for."""
-    from packaging.requirements import Requirement
-
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        problems.append("packaging is not installed: pip install frostlab")
+        return [], []
     try:
         texts = importlib.metadata.requires("frostlab") or []
     except importlib.metadata.PackageNotFoundError:
@@ -166,9 +174,11 @@ def _steps(problems: list[str]) -> str:
         return "none"
     device = devices.first_gpu()
     if not devices.captures_graphs(device):
-        if Path("/dev/nvidiactl").exists():
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+        if os.path.exists("/dev/nvidiactl") and not hidden:
             built = torch.version.cuda
-            why = f"the driver does not run CUDA {built}" if built else "it is built without CUDA"
+            why = f"perhaps the driver is too old for CUDA {built}"
+            why = why if built else "it is built without CUDA"
             problems.append(f"torch {torch.__version__} cannot use this machine's GPU: {why}")
         return "eager, float32"
     kernels = "with" if devices.runs_triton(device) else "without"
@@ -217,7 +227,7 @@ def _folders(runs: Path, problems: list[str]) -> Iterator[Folder]:
         if path is None:
             continue
         path = Path(os.path.abspath(path))
-        there = next(parent for parent in (path, *path.parents) if parent.exists())
+        there = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
         problem, free = disk_problem(there), None
         try:
             free = shutil.disk_usage(there).free

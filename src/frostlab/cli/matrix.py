@@ -139,6 +139,7 @@ def matrix(
         return
     if as_json:
         raise BadInput("--json is for --check; `frostlab status --json` shows the runs")
+    holder = holder_of(runs)  # again, because planning may have taken long
     if holder is not None and (add or holder.name == plan.name):
         _add(plan, MatrixFolder(runs, holder.name))
         if notify is not None or places != Places():

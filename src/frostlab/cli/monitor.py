@@ -2,8 +2,6 @@
 
 import gc
 import json
-import os
-import signal
 import socket
 import sys
 import time
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from frostlab.matrix.status import MatrixStatus
+    from frostlab.matrix.store import Holder
 
 _MOST_ROWS = 40  # rows that are shown without --all
 _LIVE_SECONDS = 1.0  # time between two drawings
@@ -117,10 +116,11 @@ def stop(
         again = state is not None and state.status == "stopping"
         try:
             folder.request(stop=EVERYTHING)
-        except BadInput:  # the disk is full or read-only
-            if holder.host != socket.gethostname():
+        except BadInput as error:
+            from frostlab.matrix.task import disk_problem_in
+
+            if disk_problem_in(error) is None or not _signal(holder):
                 raise
-            os.kill(holder.pid, signal.SIGTERM)
         echo(
             f"{name} ends at once" if again else f"{name} stops; its runs write a checkpoint first"
         )
@@ -140,6 +140,22 @@ def stop(
     folder.request(stop=run)
     begun = states[run] == "running"
     echo(f"{run} stops; it writes a checkpoint first" if begun else f"{run} will not be started")
+
+
+def _signal(holder: "Holder") -> bool:
+    """Ask a driver on this machine to stop by a signal; return whether that was possible."""
+    import psutil  # type: ignore[import-untyped]
+
+    if holder.host != socket.gethostname():
+        return False
+    try:
+        process = psutil.Process(holder.pid)
+        if not any("frostlab" in word for word in process.cmdline()):
+            return False  # the number is that of another container's process
+        process.terminate()
+    except psutil.Error:
+        return False
+    return True
 
 
 def logs(

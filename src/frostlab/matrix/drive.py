@@ -18,10 +18,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.matrix.places import Opened, Places, executor_in
@@ -37,6 +37,7 @@ from frostlab.matrix.store import (
     PlannedRun,
     RunState,
     driving,
+    holder_of,
 )
 from frostlab.matrix.task import Outcome, Task, check_begun, is_done
 from frostlab.records.folder import RunRecord, finished_status
@@ -145,21 +146,28 @@ def drive(
     """
     # An absolute path is needed where runs train on other machines.
     folder = MatrixFolder(folder.runs.resolve(), folder.name)
-    with driving(folder):
+    with driving(folder) as release:
         folder.forget_stops()  # at once, because from now on a request to stop is for this driver
         prepared = prepare_matrix(plan, folder)
-        plan = prepared.plan
+        plan, is_new = prepared.plan, not folder.has_plan()
+        try:
+            folder.write_plan(plan)
+        except OSError as error:
+            raise BadInput(f"{folder.path} cannot be written ({error.strerror})") from None
         data_dir = None if plan.data_dir is None else Path(plan.data_dir)
         opening = executor_in(places, data_dir, folder.logs, say=say, memory=memory)
-        with interruptions() as asked, opening as opened:
+        with Notices(notify, say) as notices, interruptions() as asked, ExitStack() as stack:
             try:
-                folder.write_plan(plan)
-            except OSError as error:
-                opened.executor.close("failed")
-                raise BadInput(f"{folder.path} cannot be written ({error.strerror})") from None
-            driver = _Driver(plan, folder, opened, asked, notify, say)
-            ends = driver.work(prepared)
-    driver.notices.close()  # another command may use the folder of runs meanwhile
+                opened = stack.enter_context(opening)
+            except BaseException:
+                if is_new:
+                    folder.plan_path.unlink(missing_ok=True)
+                raise
+            ends = _Driver(plan, folder, opened, asked, notices, say).work(prepared)
+            stack.close()
+            if folder.is_asked_to_add():
+                say("more runs were asked for too late; the same command trains them")
+            release()  # another command may use the folder of runs while notices are sent
     return ends
 
 
@@ -172,11 +180,11 @@ class _Driver:
         folder: MatrixFolder,
         opened: Opened,
         asked: Callable[[], bool],
-        notify: str | None,
+        notices: "Notices",
         say: Callable[[str], None],
     ) -> None:
         self._plan, self._folder, self._say = plan, folder, say
-        self._opened, self._asked = opened, asked
+        self._opened, self._asked, self._notices = opened, asked, notices
         self._queue = Queue(
             opened.executor, asked_to_stop=self._asked_to_stop, each_turn=self._turn, say=say
         )
@@ -190,7 +198,6 @@ class _Driver:
         self._since: dict[Path, float] = {}  # folder of a running run → when it began
         self._written = self._looked = 0.0  # when state.json was written, and matrix.json checked
         self._last: DriverState | None = None  # the last state that was written
-        self.notices = Notices(notify, say)
         self._plan_time = self._modified()
 
     def _asked_to_stop(self) -> bool:
@@ -221,7 +228,7 @@ class _Driver:
             self._write_state("stopped" if stopped else "finished", last=True)
         ends = self._ends(stopped)
         self._say(_summary(self._plan.name, ends))
-        self.notices.send(self._plan.name, ends.status)
+        self._notices.send(self._plan.name, ends.status)
         return ends
 
     def _say_diverged(self) -> None:
@@ -241,13 +248,14 @@ class _Driver:
             kind = "failed" if outcome.kind == "blocked" else outcome.kind
             attempts = self._attempts[name]
             self._states[name] = RunState(kind, attempts=attempts, error=outcome.text)
-            self.notices.send(name, "failed")
+            self._notices.send(name, "failed")
         elif outcome.kind == "stopped":
-            self._states[name] = RunState("stopped", attempts=self._attempts[name])
+            if all(waiting.path != task.path for waiting in self._queue.waiting):
+                self._states[name] = RunState("stopped", attempts=self._attempts[name])
         else:
             self._states.pop(name, None)
             if outcome.kind == "diverged":
-                self.notices.send(name, "diverged")
+                self._notices.send(name, "diverged")
         rest = len(self._queue.waiting) + len(self._queue.executor.running())
         passed = time.time() - self._began
         text = outcome.text if outcome.kind == "finished" else f"{outcome.kind}: {outcome.text}"
@@ -297,7 +305,13 @@ class _Driver:
         plan = replace(plan, data_dir=self._plan.data_dir)  # the executor keeps its folder
         again = {run.name for run in other.runs if _can_start(run, self._states.get(run.name))}
         names = {run.name for run in added} | again
-        tasks = [task for task in tasks_of(plan, self._folder.runs) if task.path.name in names]
+        # a run that was asked to stop is known as stopped while it still trains
+        busy = {task.path for task in self._queue.waiting} | self._queue.executor.running().keys()
+        tasks = [
+            task for task in tasks_of(plan, self._folder.runs)
+            if task.path.name in names and task.path not in busy
+        ]  # fmt: skip
+        again -= {path.name for path in busy}
         left = [task for task in tasks if not is_done(task)]
         for task in left:
             check_begun(task)
@@ -404,28 +418,42 @@ class Notices:
             parts = [part.format(name=name, status=status) for part in shlex.split(self._command)]
             self._sent.append(self._threads.submit(self._call, parts))
 
-    def close(self) -> None:
-        """Wait for the calls; leave out those that have not begun in time, except the last one."""
-        earlier = self._sent[:-1]
-        wait_for(earlier, _NOTIFY_SECONDS)
+    def __enter__(self) -> "Notices":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Wait for the calls; leave out those that have not begun in time, except the last one.
+
+        After an error, only the call that has begun is waited for.
+        """
+        earlier = self._sent[:-1] if kind is None else self._sent
+        wait_for(earlier, _NOTIFY_SECONDS if kind is None else 0.0)
         if late := sum(call.cancel() for call in earlier):
             self._say(f"--notify was too slow: {counted(late, 'calls')} left out")
         self._threads.shutdown()
 
     def _call(self, parts: Sequence[str]) -> None:
         """Run a program; if it fails, show the last line of its errors."""
-        # A file, because a pipe stays open while a program that it started in the background runs.
-        with tempfile.TemporaryFile() as errors:
+        with ExitStack() as stack:
+            errors: IO[bytes] | None = None
+            with suppress(OSError):
+                # a pipe would stay open while a program that was started in the background runs
+                errors = stack.enter_context(tempfile.TemporaryFile())
             try:
                 subprocess.run(
-                    parts, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
-                    timeout=_NOTIFY_SECONDS, check=True,
+                    parts, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    stderr=errors or subprocess.DEVNULL, timeout=_NOTIFY_SECONDS, check=True,
                 )  # fmt: skip
             except (OSError, subprocess.SubprocessError) as error:
-                errors.seek(0)
-                lines = errors.read(_ERROR_BYTES).decode(errors="replace").strip().splitlines()
-                reason = f": {plain(lines[-1])}" if lines else ""
-                self._say(f"--notify failed: {plain(str(error))}{reason}")
+                self._say(f"--notify failed: {plain(str(error))}{_last_line(errors)}")
+
+
+def _last_line(errors: IO[bytes] | None) -> str:
+    if errors is None:
+        return ""
+    errors.seek(0)
+    lines = errors.read(_ERROR_BYTES).decode(errors="replace").strip().splitlines()
+    return f": {plain(lines[-1])}" if lines else ""
 
 
 def _can_start(run: PlannedRun, known: RunState | None) -> bool:
@@ -455,7 +483,7 @@ def add_to_live(plan: MatrixPlan, folder: MatrixFolder) -> int:
         failed or were left out.
     """
     old = folder.plan()
-    if plan.data_dir != old.data_dir:
+    if _resolved(plan.data_dir) != _resolved(old.data_dir):
         used = "no --data-dir" if old.data_dir is None else f"--data-dir {old.data_dir}"
         raise BadInput(f"{folder.name}, which is running, was started with {used}; use the same")
     both, added = merged(old, plan)
@@ -471,4 +499,11 @@ def add_to_live(plan: MatrixPlan, folder: MatrixFolder) -> int:
             else:
                 check_begun(task)
     folder.request(add=asdict(plan))
+    holder = holder_of(folder.runs)
+    if holder is None or holder.name != folder.name:
+        raise BadInput(f"{folder.name} has just ended; give the command again")
     return len(names) - done
+
+
+def _resolved(data_dir: str | None) -> Path | None:
+    return None if data_dir is None else Path(data_dir).resolve()

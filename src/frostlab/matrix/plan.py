@@ -363,8 +363,8 @@ def _planned(
         )
     return _readable(MatrixPlan(
         schema=SCHEMA, name=check_name(name, "the matrix's name"), source=source,
-        planned=round(time.time(), 3), data_dir=None if data_dir is None else str(data_dir),
-        runs=in_order(runs), recipes=recipes,
+        planned=round(time.time(), 3), runs=in_order(runs), recipes=recipes,
+        data_dir=None if data_dir is None else str(data_dir.expanduser().absolute()),
     ))  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -177,7 +177,7 @@ class MatrixFolder:
         except OSError as error:
             raise BadInput(
                 f"{folder} cannot be written ({error.strerror}), so {self.name} cannot be asked"
-            ) from None
+            ) from error
 
     def requests(self) -> Iterator[dict[str, Any]]:
         """Remove the requests, oldest first, and yield each of them.
@@ -190,6 +190,10 @@ class MatrixFolder:
                 path.unlink(missing_ok=True)
             if values is not None:
                 yield values
+
+    def is_asked_to_add(self) -> bool:
+        """Return whether there is a request to add runs."""
+        return any("add" in (_request_in(path) or {}) for path in self._request_paths())
 
     def forget_stops(self) -> None:
         """Remove requests to stop that were meant for an earlier driver, which has ended."""
@@ -297,8 +301,11 @@ def holder_of(runs: Path) -> Holder | None:
 
 
 @contextmanager
-def driving(folder: MatrixFolder) -> Iterator[None]:
-    """Hold the lock of a folder of runs; raise BadInput if another matrix runs there."""
+def driving(folder: MatrixFolder) -> Iterator[Callable[[], None]]:
+    """Hold the lock of a folder of runs; raise BadInput if another matrix runs there.
+
+    Yield a function that releases the lock before the context ends.
+    """
     parent = folder.runs / MATRICES
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -319,6 +326,6 @@ def driving(folder: MatrixFolder) -> Iterator[None]:
             write_whole(parent / _HOLDER, json.dumps(asdict(holder)) + "\n")
         except OSError as error:
             raise BadInput(f"{parent} cannot be written ({error.strerror})") from None
-        yield
+        yield lock.release
     finally:
         lock.release()

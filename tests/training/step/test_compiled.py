@@ -230,6 +230,11 @@ def test_only_what_reads_the_same_is_joined(
     assert backend.after == after
 
 
+@torch.library.custom_op("frostlab_tests::scale", mutates_args=("x",))
+def scale(x: Tensor) -> None:
+    x.mul_(2)
+
+
 VIEWS = {
     "narrow": lambda x: x.narrow(0, 0, 1),
     "select": lambda x: x.select(0, 1),
@@ -263,6 +268,9 @@ def test_a_map_whose_view_is_written_to_stays(view: str) -> None:
         (torch.ops.aten.add.out, True),
         (torch.ops.aten.mul.Tensor, False),
         (torch.ops.frostlab.joined_linear.default, False),
+        (torch.ops.frostlab.joined_linear, False),
+        (torch.ops.frostlab_tests.scale, True),
+        (torch.ops.frostlab_tests.scale.default, True),
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Graph, Node
 
 from frostlab.models.fused.joined_linear import joined_linear
@@ -62,6 +62,9 @@ def writes_in_place(node: Node) -> bool:
     """Return whether a node may change a tensor in place."""
     if isinstance(node.target, str):  # the name of a method, or of an input
         return node.op == "call_method" and node.target.endswith("_")
+    if isinstance(node.target, OpOverloadPacket):
+        named = node.target.overloads()
+        return any(getattr(node.target, name)._schema.is_mutable for name in named)
     if isinstance(node.target, OpOverload):
         return node.target._schema.is_mutable
     try:
