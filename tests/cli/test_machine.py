@@ -129,6 +129,24 @@ def test_gpus_are_shown_with_their_users(
     assert "CUDA MPS no daemon for a test" in shown
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("echo cpu*", "available"),
+        ("echo 'sinfo: error: no server' >&2; exit 1", "it does not answer: sinfo: error: no serv"),
+        (None, "sinfo is not installed"),
+    ],
+)
+def test_slurm_is_asked(
+    text: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("sbatch", "squeue", *(["sinfo"] if text else [])):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine._slurm().startswith(said)
+
+
 def test_problems_end_with_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,6 +97,7 @@ def test_a_disk_that_is_always_full_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("frostlab.matrix.queue._MOST_BLOCKED", 3)
+    monkeypatch.setattr("frostlab.matrix.queue._DISK_SECONDS", 0.0)
     monkeypatch.setattr("frostlab.matrix.queue._POLL_SECONDS", 0.0)
     executor = Pretended({"a": ["blocked"] * 3})
     assert ends(Queue(executor), tmp_path, "a") == {"a": "blocked"}

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ import typer
 from frostlab.cli.options import AsJson, RunsFolder, echo, width_of
 from frostlab.errors import BadInput, first_line
 from frostlab.storage import cache_folder
-from frostlab.text import columns, size_text, wrapped
+from frostlab.text import columns, plain, size_text, wrapped
 
 # What needs the packages of an extra; `pip install 'frostlab[NAME]'` installs them.
 EXTRAS = {
@@ -27,6 +28,7 @@ EXTRAS = {
     "slurm": "matrix --slurm, compare --slurm",
     "tensorboard": "run --tensorboard",
 }
+_SLURM_SECONDS = 5.0  # time for Slurm to answer
 _LITTLE_DISK = 1 << 30  # bytes; the checkpoints of one BERT-base take more
 
 
@@ -209,9 +211,22 @@ def _queues(gpus: bool) -> dict[str, str]:
 
         with multi_process_service() as service:
             mps = service.refusal or "available"
-    missing = [name for name in ("sbatch", "squeue") if shutil.which(name) is None]
-    slurm = f"{missing[0]} is not installed" if missing else "available"
-    return {"CUDA MPS": mps, "Slurm": slurm}
+    return {"CUDA MPS": mps, "Slurm": _slurm()}
+
+
+def _slurm() -> str:
+    for name in ("sbatch", "squeue", "sinfo"):
+        if shutil.which(name) is None:
+            return f"{name} is not installed"
+    try:
+        done = subprocess.run(
+            ["sinfo", "--noheader"], capture_output=True, text=True, timeout=_SLURM_SECONDS
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"it does not answer: {first_line(error)}"
+    if done.returncode:
+        return f"it does not answer: {plain(done.stderr.strip().partition(chr(10))[0])}"
+    return "available"
 
 
 def _folders(runs: Path, problems: list[str]) -> Iterator[Folder]:
