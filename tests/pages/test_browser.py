@@ -12,7 +12,10 @@ from browsing import AXE, CHROMIUM, Browser, Tab
 from cases import slow_unless
 from frostlab.pages.write import PAGE, report
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, which is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, which is not installed"),
+]
 COUNT = "document.querySelectorAll('figure[data-chart]').length"
 PAIRED = "document.querySelector('#paired-differences .live')"
 
