@@ -374,7 +374,7 @@ def test_a_matrix_on_a_full_disk_can_be_stopped(
         named[:] = ["another"]
         other = call(app, ["stop", "mine", "--runs", str(runs)]).exception
     assert isinstance(one, fl.BadInput)
-    assert "requests cannot be written (No space left on device), so mine cannot be" in str(one)
+    assert "requests cannot be written (No space left on device), so the request cannot" in str(one)
     assert isinstance(other, fl.BadInput)
     assert asked == [os.getpid()]
 

@@ -240,7 +240,7 @@ def _whole(
 
 
 def _note(matrix: MatrixFolder | None, state: DriverState | None) -> str | None:
-    """Return why no run is started, or that the driver writes no more what it does."""
+    """Return why no run is started, or a warning that the driver no longer writes its state."""
     if matrix is None or state is None:
         return None
     silence = matrix.silence(state)

@@ -176,7 +176,8 @@ class MatrixFolder:
             write_whole(folder / name, json.dumps(finite(values)) + "\n")
         except OSError as error:
             raise BadInput(
-                f"{folder} cannot be written ({error.strerror}), so {self.name} cannot be asked"
+                f"{folder} cannot be written ({error.strerror}), so the request cannot reach "
+                f"{self.name}"
             ) from error
 
     def requests(self) -> Iterator[dict[str, Any]]:
